@@ -1,0 +1,65 @@
+# One line for each thing a person wants. All of them set up .venv first, and set nothing up twice.
+#
+#   make demo    get a small model and watch requests being served
+#   make test    ruff, pyright, pytest, and every notebook
+#   make lab     open the course in JupyterLab
+#
+# Settings, for example `make demo PYTHON=python3.12`:
+#   PYTHON       the interpreter that makes .venv (3.11 or newer)
+#   TORCH        the version of torch to install
+#   TORCH_INDEX  where torch comes from; empty means pip's own settings. From PyPI on Linux that is the CUDA build (about 3 GB).
+#                The CPU build is 200 MB:  make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+STAMP := .venv/installed
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with notebooks/nbval.cfg
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint unit notebooks lab fmt clean
+
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
+
+setup: $(STAMP)
+
+# The stamp is written last, so an interrupted install is taken up again. Torch goes first and by itself: with no torch
+# there, `torch>=2.11` would take the newest build, whatever its size.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minserve needs Python 3.11 or newer; %s is %s. Try: make PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
+	@rm -f $(STAMP)
+	@echo "Setting up .venv (a few minutes, once)"
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/minserve demo
+
+test: lint unit notebooks
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# nbval is left out here: it would cost every run a second to import.
+unit: $(STAMP)
+	$(BIN)/python -m pytest -q -p no:nbval --cov=minserve/core --cov-fail-under=95
+
+notebooks: $(STAMP)
+	$(BIN)/python -m pytest -q $(NBVAL) notebooks
+
+lab: $(STAMP)
+	$(BIN)/jupyter lab --notebook-dir=notebooks notebooks/00_start_here.ipynb
+
+fmt: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .coverage build dist

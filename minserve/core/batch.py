@@ -38,13 +38,17 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """What one step computes. Copies (source block, target block) are carried out before anything is written."""
+    """What one step computes. Copies (source block, target block) are carried out before anything is written.
+
+    `decisions` says in words why requests start, wait or give way: (request id, words).
+    """
 
     step: int
     rows: tuple[ScheduledRequest, ...]
     copies: tuple[tuple[int, int], ...] = ()
     preempted_ids: tuple[str, ...] = ()
     num_hit_tokens: int = 0
+    decisions: tuple[tuple[str, str], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,180 @@
+"""The loop of serving: schedule, execute, update, record.
+
+Why: the same dozen lines drive the real model and the simulator. The engine is given its runner and its clock and knows
+neither; all that a request needs is in the request, all that a step did is in the trace.
+
+Invariant: whatever a caller sends and whatever a step does, the engine goes on: a bad request is refused before it is queued, a
+failed step ends its own requests and returns their blocks, everybody else loses nothing.
+
+Taught in notebooks 00 and 06.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from minserve.core.batch import ScheduledBatch, StepResult
+from minserve.core.clock import VirtualClock, WallClock
+from minserve.core.request import FinishReason, InvalidRequest, Request, RequestTooLong, SamplingParams
+from minserve.core.scheduler import Scheduler, StepOutput
+from minserve.core.trace import Trace
+
+
+class Runner(Protocol):
+    """Whatever can compute a batch: the real model, the simulator, a test's oracle."""
+
+    def execute(self, batch: ScheduledBatch) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the engine must know of a model to refuse what it cannot serve. `max_model_len` bounds prompt + output."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_ids: frozenset[int] = frozenset()
+
+
+class EngineStalled(RuntimeError):
+    """Requests wait and nothing can ever run them: blocks are held outside the engine."""
+
+
+class Engine:
+    def __init__(self, scheduler: Scheduler, runner: Runner, clock: WallClock | VirtualClock, limits: ModelLimits, trace: Trace | None = None):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.clock = clock
+        self.limits = limits
+        self.trace = trace or Trace()
+        self._num_arrivals = 0
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+        arrival_s: float | None = None,
+    ) -> list[Request]:
+        """Queue a prompt; with n > 1, n requests that share it. Raises InvalidRequest or RequestTooLong, with the numbers.
+
+        `max_tokens` is a ceiling: prompt + output end at the model's limit, or at what the whole pool can hold.
+        """
+        params = params or SamplingParams()
+        request_id = request_id if request_id is not None else f"R{self._num_arrivals}"
+        try:
+            self._refuse_invalid(request_id, prompt_ids, params, priority)
+            requests = self._make_requests(request_id, tuple(prompt_ids), params, priority, salt, arrival_s)
+            self.scheduler.add(requests)
+        except InvalidRequest:
+            self.trace.num_refused += 1
+            raise
+        self._num_arrivals += len(requests)
+        for request in requests:
+            self.trace.arrive(request)
+        return requests
+
+    def _make_requests(
+        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int, salt: str, arrival_s: float | None
+    ) -> list[Request]:
+        room = self.limits.max_model_len - len(prompt_ids)
+        requests: list[Request] = []
+        for index in range(params.n):
+            request = Request(
+                request_id=f"{request_id}#{index}" if index else request_id,
+                prompt_ids=prompt_ids,
+                params=params,
+                max_total_tokens=len(prompt_ids) + min(room, params.max_tokens or room),
+                stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_ids),
+                priority=priority,
+                arrival_s=self.clock.now() if arrival_s is None else arrival_s,
+                order=self._num_arrivals + index,
+                salt=salt,
+                sample_index=index,
+                parent=requests[0] if index else None,
+            )
+            if requests:
+                request.seed = requests[0].seed  # samples differ by their index, not by luck
+            requests.append(request)
+        return requests
+
+    def _refuse_invalid(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
+        if not len(prompt_ids):
+            raise InvalidRequest(f"request {request_id}: the prompt is empty, at least 1 token is needed")
+        for index, token_id in enumerate(prompt_ids):
+            if not _is_int(token_id) or not 0 <= token_id < self.limits.vocab_size:
+                raise InvalidRequest(
+                    f"request {request_id}: prompt token {index} is {token_id!r}, the model knows ids 0 to {self.limits.vocab_size - 1}"
+                )
+        if not _is_int(priority):
+            raise InvalidRequest(f"request {request_id}: priority must be an integer, got {priority!r}")
+        least = len(prompt_ids) + max(1, params.min_tokens)
+        if least > self.limits.max_model_len:
+            raise RequestTooLong(
+                f"request {request_id}: {len(prompt_ids)} prompt tokens and at least {max(1, params.min_tokens)} output tokens make {least}, "
+                f"max_model_len is {self.limits.max_model_len}"
+            )
+
+    def abort(self, request_id: str) -> bool:
+        """Give up a request and the samples that share its prompt, at any moment. False if no such request is under way."""
+        requests = self.scheduler.find(request_id)
+        for request in requests:
+            self.finish(request, FinishReason.ABORT)
+        return bool(requests)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End one request from outside the step: a stop string was seen, a caller went away."""
+        if not request.is_finished:
+            self.scheduler.finish(request, reason)
+            self.trace.finish(request, self.clock.now())
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> StepOutput:
+        """Schedule, execute, update, record. If executing raises, its requests end with that error, and it is raised again."""
+        start_s = self.clock.now()
+        batch = self.scheduler.schedule(start_s)
+        try:
+            result = self.runner.execute(batch)
+        except BaseException as error:  # a KeyboardInterrupt too: the step's blocks were not filled
+            output = self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
+            self.trace.step(batch, output, self.scheduler, start_s, self.clock.now())
+            raise
+        self.clock.advance(result.elapsed_s)
+        output = self.scheduler.update(batch, result)
+        self.trace.step(batch, output, self.scheduler, start_s, self.clock.now())
+        return output
+
+    def run(self, arrivals: Iterable[tuple[float, dict[str, Any]]] = ()) -> list[Request]:
+        """Step until nothing is left. `arrivals`: (time in s, arguments of add), in order of time. Returns ended requests."""
+        todo = sorted(arrivals, key=lambda arrival: arrival[0])
+        finished: list[Request] = []
+        while todo or self.has_work:
+            while todo and todo[0][0] <= self.clock.now():
+                arrival_s, arguments = todo.pop(0)
+                self.add(**arguments, arrival_s=arrival_s)
+            if not self.has_work:
+                self.clock.wait_until(todo[0][0])
+                continue
+            finished.extend(self.step().finished)
+            record = self.trace.steps[-1]
+            if not (record.tokens or record.preempted or todo) and self.has_work:
+                raise EngineStalled(self._describe_stall())
+        return finished
+
+    def _describe_stall(self) -> str:
+        blocks, waiting = self.scheduler.blocks, self.scheduler.waiting
+        words = f": {waiting[0].request_id} has {waiting[0].num_tokens} tokens" if waiting else ""
+        return f"{len(waiting)} requests wait and nothing can run ({blocks.num_free_blocks} of {blocks.num_blocks} blocks free{words})"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

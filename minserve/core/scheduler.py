@@ -1,0 +1,292 @@
+"""Who computes how many tokens in this step, and in which blocks.
+
+Why: there is one rule. Every request has `num_tokens` known tokens and `num_computed_tokens` computed ones; a step hands out
+tokens, within a budget, until the second number reaches the first, and a row that reaches it gives one more token. A long
+prompt cut in chunks, decodes beside prefills, prefix hits and the return of a preempted request all follow from that.
+
+Order within a step: running requests that lack one token, then running ones that lack more, then waiting ones; so a long
+prompt never holds up those who are already talking. A waiting request is admitted only if all its known tokens fit beside what is
+promised to the running ones, plus a watermark; nobody overtakes the first one that does not fit.
+
+Invariant: a request is in exactly one of waiting and running; one that has computed nothing holds no block.
+
+Taught in notebook 06.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from minserve.core.batch import ScheduledBatch, ScheduledRequest, StepResult
+from minserve.core.block_manager import BlockManager, Share
+from minserve.core.policies import FirstComeFirstServed, Policy
+from minserve.core.request import FinishReason, InvalidRequest, Request, RequestStatus, RequestTooLong
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`token_budget` tokens a step at most, `max_running` requests at once, `watermark_blocks` kept free at admission,
+    and, where given, no more than `max_chunk_tokens` of one request in a step."""
+
+    token_budget: int = 512
+    max_running: int = 64
+    watermark_blocks: int = 0
+    max_chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("token_budget", 1), ("max_running", 1), ("watermark_blocks", 0), ("max_chunk_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step brought its callers: (request, new token) pairs, and the requests that ended."""
+
+    tokens: tuple[tuple[Request, int], ...] = ()
+    finished: tuple[Request, ...] = ()
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step while it is being put together."""
+
+    budget: int
+    rows: dict[str, ScheduledRequest] = field(default_factory=dict)
+    copies: dict[str, tuple[int, int]] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+    decisions: list[tuple[str, str]] = field(default_factory=list)
+    num_hit_tokens: int = 0
+
+    def drop(self, request: Request) -> None:
+        row = self.rows.pop(request.request_id, None)
+        self.budget += row.num_tokens if row else 0
+        self.copies.pop(request.request_id, None)
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Policy | None = None):
+        self.config = config
+        self.blocks = blocks
+        self.policy = policy or FirstComeFirstServed()
+        self.waiting: list[Request] = []  # in the policy's order
+        self.running: list[Request] = []
+        self._num_steps = 0
+
+    # --- coming and going ------------------------------------------------------------------------
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue a request and the samples that fork from it, all or none. Raises RequestTooLong or InvalidRequest."""
+        for request in requests:
+            self._refuse_impossible(request)
+        for request in requests:
+            request.max_total_tokens = min(request.max_total_tokens, self._most_tokens)
+            insort(self.waiting, request, key=self.policy.order)
+
+    @property
+    def _most_tokens(self) -> int:
+        return self.blocks.num_slots + 1  # the last token of a request is never stored
+
+    def _refuse_impossible(self, request: Request) -> None:
+        num_least = request.num_prompt_tokens + max(1, request.params.min_tokens)
+        if num_least > self._most_tokens:
+            blocks = self.blocks
+            raise RequestTooLong(
+                f"request {request.request_id}: {request.num_prompt_tokens} prompt tokens and at least {max(1, request.params.min_tokens)} "
+                f"output tokens need {blocks.num_blocks_for(num_least - 1)} blocks of {blocks.block_size}, the whole pool has "
+                f"{blocks.num_blocks} ({blocks.num_slots} tokens)"
+            )
+        if self.find(request.request_id):
+            raise InvalidRequest(f"request id {request.request_id!r} is already in use")
+
+    def find(self, request_id: str) -> list[Request]:
+        """The unfinished request of this id and the siblings that fork from it."""
+        return [r for r in (*self.running, *self.waiting) if request_id in (r.request_id, r.parent.request_id if r.parent else None)]
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request at any moment, wherever it is. Ending it twice changes nothing."""
+        if request.is_finished:
+            return
+        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        if reason is FinishReason.ERROR:
+            self.blocks.distrust(request)
+        self.blocks.release(request)
+        request.status, request.finish_reason, request.error = RequestStatus.FINISHED, reason, error
+
+    # --- planning a step -------------------------------------------------------------------------
+
+    def schedule(self, now_s: float = 0.0) -> ScheduledBatch:
+        """Hand out this step's tokens and blocks. An empty batch means that nothing can run now."""
+        plan = _Plan(self.config.token_budget)
+        self._continue_running(plan)
+        # Only now can nobody be taken out of the step any more: blocks that it fills may be found, even by
+        # requests admitted below, since a step writes keys and values before it reads them.
+        for row in plan.rows.values():
+            self.blocks.commit(row.request, row.end)
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        self._num_steps += 1
+        return ScheduledBatch(
+            step=self._num_steps - 1,
+            rows=tuple(plan.rows.values()),
+            copies=tuple(plan.copies.values()),
+            preempted_ids=tuple(plan.preempted),
+            num_hit_tokens=plan.num_hit_tokens,
+            decisions=tuple(plan.decisions),
+        )
+
+    def _continue_running(self, plan: _Plan) -> None:
+        for request in sorted(self.running, key=lambda r: (r.num_missing_tokens > 1, self.policy.order(r))):
+            if request.status is RequestStatus.RUNNING and plan.budget > 0:  # not taken out earlier in this loop
+                num_tokens = self._share_of_budget(request, plan)
+                if self._make_room(request, request.num_computed_tokens + num_tokens, plan):
+                    self._place(request, num_tokens, plan)
+
+    def _share_of_budget(self, request: Request, plan: _Plan) -> int:
+        return min(request.num_missing_tokens, plan.budget, self.config.max_chunk_tokens or plan.budget)
+
+    def _make_room(self, request: Request, end: int, plan: _Plan) -> bool:
+        """Take out the last running requests until the blocks suffice. False if the request itself had to go."""
+        while (needed := self.blocks.num_new_blocks(request, end)) > self.blocks.num_free_blocks:
+            victim = max(self.running, key=self.policy.order)
+            num_free = self.blocks.num_free_blocks
+            plan.drop(victim)
+            self._preempt(victim)
+            plan.preempted.append(victim.request_id)
+            plan.decisions.append(
+                (victim.request_id, f"is preempted: {request.request_id} needs {needed} block{'s'[: needed > 1]}, {num_free} free")
+            )
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue with its tokens but without its blocks: what it had computed is computed again later."""
+        self.running.remove(request)
+        self.blocks.release(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.WAITING
+        insort(self.waiting, request, key=self.policy.order)
+
+    def _place(self, request: Request, num_tokens: int, plan: _Plan) -> None:
+        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        copy = self.blocks.grow(request, end)
+        if copy is not None:
+            plan.copies[request.request_id] = copy
+        table = self.blocks.table(request)[: self.blocks.num_blocks_for(end)]
+        plan.rows[request.request_id] = ScheduledRequest(request, start, num_tokens, table, samples=end == request.num_tokens)
+        plan.budget -= num_tokens
+
+    # --- admission -------------------------------------------------------------------------------
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        promised = sum(self.blocks.num_blocks_for(r.num_tokens) - self.blocks.num_held_blocks(r) for r in self.running)
+        for request in tuple(self.waiting):
+            if self._rides_on_parent(request):
+                plan.decisions.append((request.request_id, f"waits: {request.parent and request.parent.request_id} computes its prompt"))
+                continue
+            refusal, share, needed = self._judge(request, promised, plan)
+            if refusal:
+                plan.decisions.append((request.request_id, f"waits: {refusal}"))
+                return
+            self._admit(request, share, plan)
+            # what it has not been given yet stays promised to it
+            promised += self.blocks.num_blocks_for(request.num_tokens) - self.blocks.num_held_blocks(request)
+
+    def _rides_on_parent(self, request: Request) -> bool:
+        """True while the sibling whose blocks this one will fork is still computing their common prompt."""
+        parent = request.parent
+        return parent is not None and not parent.is_finished and parent.num_computed_tokens < request.num_prompt_tokens - 1
+
+    def _judge(self, request: Request, promised: int, plan: _Plan) -> tuple[str | None, Share, int]:
+        """Why the request must wait (None: it need not), what it can share, and the new blocks it needs in all."""
+        if len(self.running) >= self.config.max_running:
+            return f"{len(self.running)} requests run, at most {self.config.max_running} may", Share(), 0
+        if plan.budget == 0:
+            return f"the step's {self.config.token_budget} tokens are given out", Share(), 0
+        share = self._find_share(request)
+        # Shared blocks that are idle now stop being free when taken: they are hits, not room. A partly filled shared
+        # block will be copied, which takes one more.
+        full = share.num_tokens // self.blocks.block_size
+        needed = self.blocks.num_blocks_for(request.num_tokens) - full
+        free = self.blocks.num_free_blocks - self.blocks.num_idle_of(share) - promised
+        watermark = self.config.watermark_blocks if self.running else 0  # an idle engine keeps nobody waiting
+        if needed + watermark > free:
+            reserve = f" and {watermark} in reserve" if watermark else ""
+            pledged = f" ({promised} more are promised)" if promised else ""
+            return f"needs {needed} block{'s'[: needed > 1]}{reserve}, {max(free, 0)} free{pledged}", share, needed
+        return None, share, needed
+
+    def _find_share(self, request: Request) -> Share:
+        parent, num_tokens = request.parent, request.num_prompt_tokens - 1
+        if parent is not None and parent.status is RequestStatus.RUNNING and request.num_output_tokens == 0 and num_tokens > 0:
+            return self.blocks.find_fork(parent, num_tokens)
+        return self.blocks.find_prefix(request)
+
+    def _admit(self, request: Request, share: Share, plan: _Plan) -> None:
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = RequestStatus.RUNNING
+        self.blocks.start(request, share)
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = share.num_tokens
+        plan.num_hit_tokens += share.num_tokens
+        num_tokens = self._share_of_budget(request, plan)
+        self._place(request, num_tokens, plan)
+        self.blocks.commit(request, request.num_computed_tokens + num_tokens)
+        verb = "resumes" if request.num_preemptions else "starts"
+        cached = f", {share.num_tokens} cached" if share.num_tokens else ""
+        plan.decisions.append((request.request_id, f"{verb}: {num_tokens} of {request.num_tokens} tokens{cached}"))
+
+    # --- after the step --------------------------------------------------------------------------
+
+    def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
+        """Apply a step's result: count what was computed, append tokens, end what is done, free its blocks."""
+        tokens: list[tuple[Request, int]] = []
+        finished: list[Request] = []
+        for row in batch.rows:
+            request = row.request
+            if request.is_finished:  # aborted while the step was under way
+                continue
+            request.num_computed_tokens = row.end
+            if request.request_id in result.errors:
+                self.finish(request, FinishReason.ERROR, result.errors[request.request_id])
+            elif row.samples:
+                token_id = result.token_ids[request.request_id]
+                tokens.append((request, token_id))
+                self._append(request, token_id, result)
+            if request.is_finished:
+                finished.append(request)
+        return StepOutput(tuple(tokens), tuple(finished))
+
+    def _append(self, request: Request, token_id: int, result: StepResult) -> None:
+        request.token_ids.append(token_id)
+        if request.request_id in result.logprobs:
+            request.logprobs.append(result.logprobs[request.request_id])
+        if token_id in request.stop_ids and request.num_output_tokens >= request.params.min_tokens:
+            self.finish(request, FinishReason.STOP)
+        elif request.num_tokens >= request.max_total_tokens:
+            self.finish(request, FinishReason.LENGTH)
+
+    def fail(self, batch: ScheduledBatch, error: str) -> StepOutput:
+        """The step came to nothing: its requests end with an error, and none of the blocks they filled is trusted."""
+        for row in batch.rows:
+            self.finish(row.request, FinishReason.ERROR, error)
+        return StepOutput(finished=tuple(row.request for row in batch.rows))
+
+    def check(self) -> None:
+        """The conservation laws of blocks and queues; raises AssertionError with the numbers. For tests, after any step."""
+        self.blocks.check()
+        waiting, running = {r.request_id for r in self.waiting}, {r.request_id for r in self.running}
+        assert not waiting & running, f"in both queues: {sorted(waiting & running)}"
+        assert len(waiting) == len(self.waiting) and len(running) == len(self.running), "a request is queued twice"
+        assert self.waiting == sorted(self.waiting, key=self.policy.order), "the waiting line is out of order"
+        for request in self.waiting:
+            held = self.blocks.num_held_blocks(request)
+            assert held == 0 and request.num_computed_tokens == 0, f"{request.request_id} waits and holds {held} blocks"
+        for request in self.running:
+            held, needed = self.blocks.num_held_blocks(request), self.blocks.num_blocks_for(request.num_computed_tokens)
+            assert held == needed, f"{request.request_id} has computed {request.num_computed_tokens} tokens and holds {held} blocks"
+        assert self.running or self.blocks.num_used_blocks == 0, f"nothing runs, yet {self.blocks.num_used_blocks} blocks are held"

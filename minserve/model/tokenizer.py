@@ -59,8 +59,8 @@ class Tokenizer:
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self.num_tokens_known = max(tokenizer.get_vocab().values()) + 1  # len() would miss ids above a gap
-        tokenizer_eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.eos_ids = read_eos_ids(self.directory).union(tokenizer_eos)
+        own_eos = tokenizer.eos_token_id
+        self.eos_ids: frozenset[int] = read_eos_ids(self.directory) | ({own_eos} if isinstance(own_eos, int) else set())
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain completion prompt, with the special tokens that the tokenizer itself puts around it.
@@ -254,8 +254,13 @@ class _CharacterStream:
     Decoding is not additive: a character may span tokens, and some decoders drop a leading space. So a window of the
     last tokens is decoded, beginning at a place where a character ended: `context` tokens whose text is out already,
     then new ones. `num_shown` counts the window's characters that are out.
+
+    U+FFFD at the end may still turn into a character. Byte-level decoders write one for an unfinished character,
+    byte-fallback decoders one for each byte of the run. After as many tokens as a character has bytes at most, only
+    the last mark is still open.
     """
 
+    MAX_CHARACTER_BYTES = 4
     MAX_NEW_TOKENS = 16  # without a clean end for so long, the window is cut to its last half anyhow
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
@@ -263,34 +268,29 @@ class _CharacterStream:
         self._window: list[int] = []
         self._num_context = 0
         self._num_shown = 0
+        self._num_open_tokens = 0  # since the text last ended in a whole character
 
     def push(self, token_id: int) -> str:
         if not self._tokenizer.has_text(token_id):
             return ""  # kept out of the window: in it, it would count as the first token to decoders that strip
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
-        num_ready = len(text) - self._num_unfinished(text)
+        num_marks = len(text) - len(text.rstrip(REPLACEMENT))
+        self._num_open_tokens = self._num_open_tokens + 1 if num_marks else 0
+        num_ready = len(text) - (num_marks if self._num_open_tokens < self.MAX_CHARACTER_BYTES else 1)
         piece = text[self._num_shown : num_ready]
         self._num_shown = max(self._num_shown, num_ready)
-        if piece and num_ready == len(text):
-            self._restart_after(self._num_context)
-            self._num_shown = len(self._tokenizer.decode(self._window))
+        if piece and not num_marks:
+            self._restart()
         elif len(self._window) - self._num_context >= self.MAX_NEW_TOKENS:
             self._cut(len(text))
         return piece
 
-    def _num_unfinished(self, text: str) -> int:
-        """How many U+FFFD at the end may still turn into a character.
-
-        Byte-level decoders write one for an unfinished character, byte-fallback decoders one for each byte of the run.
-        A character has at most 4 bytes: after 4 new tokens without a clean end, only the last mark is still open.
-        """
-        num_marks = len(text) - len(text.rstrip(REPLACEMENT))
-        return num_marks if len(self._window) - self._num_context < 4 else min(num_marks, 1)
-
-    def _restart_after(self, num_tokens: int) -> None:
-        self._window = self._window[num_tokens:]
+    def _restart(self) -> None:
+        """The text ends in a whole character: the new tokens become the context of those to come."""
+        self._window = self._window[self._num_context :]
         self._num_context = len(self._window)
+        self._num_shown = len(self._tokenizer.decode(self._window))
 
     def _cut(self, num_characters: int) -> None:
         """Forget the older half of a window that never ends clean; what is not out yet is counted from its end."""

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
@@ -252,7 +253,8 @@ def test_logit_bias_and_ids_outside_the_vocabulary():
 def test_case_130_min_tokens_holds_back_every_stop_token():
     row = torch.zeros(1, 20)
     row[0, [7, 9, 11]] = torch.tensor([9.0, 8.0, 7.0])
-    for params in ({}, {"temperature": 1.0, "seed": 2}, {"logprobs": 2}):
+    settings_of: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 2}, {"logprobs": 2}]
+    for params in settings_of:
         # 999 is outside the vocabulary: masking it must not matter.
         one = request(stop_ids={7, 9, 11, 999}, min_tokens=5, **params)
         ids = generate(row, [one], 6)[0]
@@ -315,7 +317,7 @@ def test_case_131_share_of_the_better_token(temperature, share):
 
 def test_random_numbers_are_uniform_and_fixed():
     numbers = [uniform(seed, 0, place) for seed in range(20) for place in range(500)]
-    assert 0 <= min(numbers) and max(numbers) < 1
+    assert min(numbers) >= 0 and max(numbers) < 1
     counts = [sum(i / 10 <= number < (i + 1) / 10 for number in numbers) for i in range(10)]
     assert all(abs(count - 1_000) < 120 for count in counts)  # 4 standard deviations
     # Fixed for good: a change of these would change every seeded text.
@@ -339,7 +341,8 @@ def test_extreme_temperatures_stay_finite(temperature):
 
 def test_case_127_logprobs_are_strict_json():
     row = torch.tensor([[2.0, 5.0, -INF, 1.0, -3.4e38, 0.0]])
-    for extra in ({"top_k": 1, "temperature": 0.01}, {"logit_bias": {1: -INF}}, {"temperature": 0.0}):
+    settings_of: list[dict[str, Any]] = [{"top_k": 1, "temperature": 0.01}, {"logit_bias": {1: -INF}}, {"temperature": 0.0}]
+    for extra in settings_of:
         result = Sampler(6).sample(row, [request(logprobs=6, **extra)])
         entry = result.logprobs[0]
         assert entry is not None

@@ -1,0 +1,134 @@
+"""The helpers of the notebooks' cells: what they show, in both forms, and what they refuse."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from minserve.core.engine import Engine
+from minserve.core.scheduler import Scheduler
+from minserve.core.trace import Summary, summarize
+from minserve.lab import figures, notebook
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """What the helpers display, in order, instead of displaying it."""
+    bundles: list[dict[str, str]] = []
+    monkeypatch.setattr(notebook, "display", lambda bundle, raw: bundles.append(bundle))
+    return bundles
+
+
+def test_setup_names_the_machine_in_one_line_without_a_path(capsys: pytest.CaptureFixture[str]) -> None:
+    notebook.setup()
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1 and torch.__version__ in out and "cores" in out
+    assert "/" not in out and "\\" not in out
+
+
+def test_setup_makes_a_figure_show_as_png_and_leaves_pyplot_alone() -> None:
+    code = (
+        "import sys\n"
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "from matplotlib.figure import Figure\n"
+        "shell = InteractiveShell.instance()\n"
+        "from minserve.lab.notebook import setup\n"
+        "setup()\n"
+        "figure = Figure(); figure.subplots()\n"
+        "data, _ = shell.display_formatter.format(figure)\n"
+        "assert 'image/png' in data, data\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    assert result.returncode == 0, result.stderr
+
+
+def test_show_source_shows_the_live_lines(shown: list[dict[str, str]]) -> None:
+    notebook.show_source(Engine.step)
+    [bundle] = shown
+    assert bundle["text/plain"].startswith("# minserve.core.engine.Engine.step\ndef step(self)")
+    assert "```python\ndef step(self)" in bundle["text/markdown"] and "self.runner.execute(batch)" in bundle["text/markdown"]
+
+
+def test_show_source_refuses_more_than_it_may_show() -> None:
+    with pytest.raises(ValueError, match=r"Scheduler has \d\d\d lines, at most 40"):
+        notebook.show_source(Scheduler)
+    with pytest.raises(ValueError, match="at most 2 are shown"):
+        notebook.show_source(Engine.step, max_lines=2)
+
+
+def test_show_gives_the_picture_and_the_sentence(shown: list[dict[str, str]]) -> None:
+    notebook.show(figures.new_figure(), "An empty picture.")
+    picture, caption = shown
+    assert picture["image/png"].startswith("iVBOR") and picture["text/plain"] == "An empty picture."
+    assert caption["text/markdown"] == "*An empty picture.*"
+
+
+@pytest.mark.parametrize(
+    ("naive", "real"),
+    [([1, (2, 3)], [1, [2, 3]]), ({"a": 0.5}, {"a": 0.5}), (torch.ones(2), [1.0, 1.0]), ("R0", "R0"), (float("inf"), float("inf"))],
+)
+def test_assert_same_accepts_equal_values_of_either_form(naive: Any, real: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    notebook.assert_same(naive, real)
+    assert capsys.readouterr().out.startswith("same: ")
+
+
+@pytest.mark.parametrize(
+    ("naive", "real"),
+    [([1, 2], [1, 3]), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (torch.ones(2), torch.ones(3)), (1.0, 1.1), (float("nan"), 1.0), ([], None)],
+)
+def test_assert_same_prints_both_sides_on_failure(naive: Any, real: Any) -> None:
+    with pytest.raises(AssertionError) as error:
+        notebook.assert_same(naive, real)
+    assert f"naive: {naive!r}" in str(error.value) and f"real:  {real!r}" in str(error.value)
+
+
+def test_assert_same_within_a_tolerance() -> None:
+    notebook.assert_same({"x": [1.0, torch.zeros(1)]}, {"x": [1.05, torch.full((1,), 0.05)]}, tolerance=0.1)
+    with pytest.raises(AssertionError):
+        notebook.assert_same([1.0], [1.2], tolerance=0.1)
+
+
+@pytest.mark.parametrize(
+    ("guess", "plain"),
+    [
+        (..., "no guess yet; it is 46,080 bytes"),
+        (None, "no guess yet; it is 46,080 bytes"),
+        (23_040, "guess 23,040, it is 46,080 bytes, 2.00 times your guess"),
+        (0, "guess 0, it is 46,080 bytes, and the guess was nothing"),
+    ],
+)
+def test_reveal_puts_the_guess_beside_the_number(guess: Any, plain: str, shown: list[dict[str, str]]) -> None:
+    notebook.reveal(guess, 46_080, "bytes")
+    assert shown[0]["text/plain"] == plain
+
+
+def test_check_tells_untried_from_wrong_from_right(capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [notebook.check(answer, lambda x: x == 4, "count again") for answer in (..., None, 3, 4)]
+    assert answers == [False, False, False, True]
+    assert capsys.readouterr().out.splitlines() == ["not tried yet", "not tried yet", "not yet (3): count again", "right"]
+
+
+def test_claim_is_one_line_that_a_program_can_read(shown: list[dict[str, str]]) -> None:
+    notebook.claim("A27", measured="3.26x", verdict="WRONG", why="1/(1 - 0.7) bounds it.")
+    assert shown[0]["text/plain"].split(" | ") == ["claim", "A27", "WRONG", "3.26x", "1/(1 - 0.7) bounds it."]
+    with pytest.raises(ValueError, match="A92"):
+        notebook.claim("A92", measured="", verdict="WRONG", why="")
+    with pytest.raises(ValueError, match="'MAYBE' is not a verdict"):
+        notebook.claim("A27", measured="", verdict="MAYBE", why="")
+
+
+def test_score_is_one_row(shown: list[dict[str, str]]) -> None:
+    summary: Summary = summarize([], [])
+    notebook.score("00", summary, 3 * notebook.MIB)
+    assert shown[0]["text/plain"] == "score | 00 | 3 | - | - | 0 | - | -"
+    assert len({line.count("|") for line in shown[0]["text/markdown"].splitlines()}) == 1
+
+
+def test_resident_bytes_counts_this_process() -> None:
+    before = notebook.resident_bytes()
+    held = torch.ones(64 * notebook.MIB // 4)
+    assert notebook.resident_bytes() - before > 48 * notebook.MIB
+    del held

@@ -34,7 +34,6 @@ from torch import Tensor
 from minserve.core.request import Request, SamplingParams, TokenLogprob
 
 NO_TOKEN = -1  # stands in `SampledTokens.token_ids` where the row has an error
-NUM_LEADING_TOKENS = 256  # top_p looks at so many best tokens before it sorts more
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +76,15 @@ class Sampler:
         """Put the token of one row that is more than an argmax, or its error, into `result`. logits: [V]"""
         raw = logits.double()  # a copy, except from float64
         adjusted = adjust(raw, request)
-        largest, best_id = adjusted.max(dim=-1)
-        if not torch.isfinite(largest):
+        largest = adjusted.max().item()
+        if not math.isfinite(largest):
             result.token_ids[row] = NO_TOKEN
             result.errors[row] = (
                 f"request {request.request_id}: no token is left to choose after penalties, logit_bias and min_tokens "
-                f"(largest of {len(adjusted)} logits is {largest.item()})"
+                f"(largest of {len(adjusted)} logits is {largest})"
             )
             return
-        token_id = int(best_id) if request.params.is_greedy else _draw_for(request, adjusted)
+        token_id = int(adjusted.argmax()) if request.params.is_greedy else _draw_for(request, adjusted)
         result.token_ids[row] = token_id
         if request.params.logprobs is not None:
             result.logprobs[row] = report(raw, token_id, request.params.logprobs)
@@ -189,15 +188,14 @@ def best_tokens(values: Tensor, num_best: int) -> Tensor:
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
     """Places, ascending, of the smallest set of best tokens that holds at least `top_p` of all weight. weights: [V]"""
-    wanted = top_p * weights.sum()
-    num_looked_at = NUM_LEADING_TOKENS
-    while True:
-        best = best_tokens(weights, num_looked_at)
-        held = weights[best].cumsum(0)
-        if held[-1] >= wanted or len(best) == len(weights):
-            # A token stays if those before it hold less than top_p: the best one always does.
-            return best[: int((held < wanted).sum()) + 1].sort().values
-        num_looked_at *= 8  # a flat distribution: sorting all 49,152 takes about 4 ms, 256 take 0.1 ms
+    total = weights.sum()
+    # V tokens below this line hold less than 1 - top_p together, so none of them is needed: a few hundred or thousand
+    # of 49,152 are left to sort. The best token is never below it.
+    candidates = (weights >= (1.0 - top_p) * total / len(weights)).nonzero().flatten()
+    ordered, order = torch.sort(weights[candidates], descending=True, stable=True)
+    # A token stays if those before it hold less than top_p: the best one always does.
+    num_kept = int((ordered.cumsum(0) < top_p * total).sum()) + 1
+    return candidates[order[:num_kept]].sort().values
 
 
 def uniform(seed: int, sample_index: int, place: int) -> float:

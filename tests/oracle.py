@@ -2,19 +2,44 @@
 
 The oracle stores one number per slot: v(i) = (31 v(i-1) + token(i) + 7) mod 1,000,003, where v(i-1) is read back through the
 block table. Its next token is the sum of (j+1) v(j) over all slots, mod 211. A wrong, missing or stale slot changes the text.
+
+`oracle_tokens` gives the same tokens without any engine, so that the engine is never its own witness.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from random import Random
 from typing import Any
 
-from minserve.core.batch import ScheduledBatch, StepResult
+from minserve.core.batch import ScheduledBatch, ScheduledRequest, StepResult
 from minserve.core.block_manager import BlockManager
 from minserve.core.clock import VirtualClock
 from minserve.core.engine import Engine, ModelLimits
 from minserve.core.request import Request, SamplingParams
-from minserve.core.scheduler import Scheduler, SchedulerConfig
+from minserve.core.scheduler import Scheduler, SchedulerConfig, StepOutput
 
 VOCAB_SIZE = 211
+
+
+def oracle_value(before: int, token_id: int) -> int:
+    """v(i), from v(i-1) and the token."""
+    return (31 * before + token_id + 7) % 1_000_003
+
+
+def oracle_values(token_ids: Iterable[int]) -> list[int]:
+    """v(i) for every token: what slot i of a request with these tokens must hold."""
+    return list(accumulate(token_ids, oracle_value, initial=0))[1:]
+
+
+def oracle_tokens(prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
+    """The oracle's first `max_tokens` output tokens, by arithmetic alone."""
+    values, tokens = oracle_values(prompt_ids), []
+    total = sum((j + 1) * v for j, v in enumerate(values))
+    for _ in range(max_tokens):
+        tokens.append(total % VOCAB_SIZE)
+        values.append(oracle_value(values[-1], tokens[-1]))
+        total += len(values) * values[-1]
+    return tokens
 
 
 class OracleRunner:
@@ -36,7 +61,7 @@ class OracleRunner:
         for row in batch.rows:  # all are written before any is read, as a layer of the real model does
             for position, token_id in enumerate(row.token_ids, start=row.start):
                 before = self._read(row.block_table, position - 1) if position else 0
-                self.slots[row.block_table[position // size] * size + position % size] = (31 * before + token_id + 7) % 1_000_003
+                self.slots[row.block_table[position // size] * size + position % size] = oracle_value(before, token_id)
         tokens = {row.request.request_id: self._next_token(row.block_table, row.end) for row in batch.rows if row.samples}
         return StepResult(token_ids=tokens, elapsed_s=self.seconds_per_step)
 
@@ -47,6 +72,91 @@ class OracleRunner:
 
     def _next_token(self, table: Sequence[int], end: int) -> int:
         return sum((j + 1) * self._read(table, j) for j in range(end)) % VOCAB_SIZE
+
+
+class FaithfulRunner(OracleRunner):
+    """An oracle that also holds every batch against the contract of the seam, before and after computing it.
+
+    Give it the scheduler (`runner.scheduler = engine.scheduler`) before the first step.
+    """
+
+    scheduler: Scheduler
+
+    def __init__(self, num_blocks: int, block_size: int, seconds_per_step: float = 1.0):
+        super().__init__(num_blocks, block_size, seconds_per_step)
+        self._cached_before: dict[int, object] = {}  # block id -> what it was known as after the step before
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self._check_limits(batch)
+        for row in batch.rows:
+            self._check_row(row)
+        self._check_writes(batch)
+        self._check_copies(batch)
+        self._cached_before = {b: self._name(b) for b in range(self.scheduler.blocks.num_blocks)}
+        result = super().execute(batch)
+        for row in batch.rows:  # not only what the tokens, mod 211, let through: every slot that the row may read
+            stored = [self._read(row.block_table, position) for position in range(row.end)]
+            assert stored == oracle_values(row.request.token_ids[: row.end]), f"{row.request.request_id} stores {stored}"
+        return result
+
+    def _name(self, block_id: int) -> object:
+        return self.scheduler.blocks.cache._by_id.get(block_id)
+
+    def _check_limits(self, batch: ScheduledBatch) -> None:
+        config = self.scheduler.config
+        assert batch.num_tokens <= config.token_budget, f"{batch.num_tokens} tokens in a step of {config.token_budget}"
+        assert len(self.scheduler.running) <= config.max_running
+        ids = [row.request.request_id for row in batch.rows]
+        assert len(set(ids)) == len(ids), f"a request has two rows: {ids}"
+        assert not set(ids) & set(batch.preempted_ids), f"preempted and computed in one step: {ids}, {batch.preempted_ids}"
+        assert {row.request for row in batch.rows} <= set(self.scheduler.running)
+        assert all(row.num_tokens <= (config.max_chunk_tokens or row.num_tokens) for row in batch.rows)
+
+    def _check_row(self, row: ScheduledRequest) -> None:
+        request, table = row.request, row.block_table
+        assert row.num_tokens >= 1 and row.start == request.num_computed_tokens and row.end <= request.num_tokens
+        assert row.samples == (row.end == request.num_tokens)
+        assert row.token_ids == request.token_ids[row.start : row.end]
+        assert len(table) == -(-row.end // self.block_size), f"{len(table)} blocks for {row.end} tokens"
+        assert len(set(table)) == len(table) and table == self.scheduler.blocks.table(request)
+
+    def _check_writes(self, batch: ScheduledBatch) -> None:
+        written = [b for row in batch.rows for b in row.block_table[row.start // self.block_size :]]
+        assert len(set(written)) == len(written), f"two rows write one block: {written}"
+        for row in batch.rows:
+            for block_id in row.block_table[row.start // self.block_size :]:
+                owners = [r.request_id for r in self.scheduler.running if block_id in self.scheduler.blocks.table(r)]
+                readers = [r.request.request_id for r in batch.rows if block_id in r.block_table]
+                # Whoever else owns it came in this step and reads what this row writes: its row comes later.
+                later = readers[readers.index(row.request.request_id) + 1 :]
+                assert set(owners) == {row.request.request_id, *later}, f"block {block_id} is written and owned by {owners}"
+                known = self._cached_before.get(block_id)
+                assert known is None or known is not self._name(block_id), f"block {block_id} is written while it is cached"
+
+    def _check_copies(self, batch: ScheduledBatch) -> None:
+        sources, targets = {s for s, _ in batch.copies}, [t for _, t in batch.copies]
+        assert len(set(targets)) == len(targets) and not sources & set(targets), f"copies get in each other's way: {batch.copies}"
+        for target in targets:
+            assert [target in row.block_table for row in batch.rows].count(True) == 1, f"block {target} is copied for nobody"
+
+
+class DrawingRunner(OracleRunner):
+    """The oracle at temperature 1: a token depends on the slots, the request's seed and its place in the output. Counts its draws."""
+
+    def __init__(self, num_blocks: int, block_size: int, seconds_per_step: float = 1.0):
+        super().__init__(num_blocks, block_size, seconds_per_step)
+        self.num_draws: dict[str, int] = {}
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        best = super().execute(batch)
+        return StepResult({r.request.request_id: self._draw(r.request, best) for r in batch.rows if r.samples}, elapsed_s=best.elapsed_s)
+
+    def _draw(self, request: Request, best: StepResult) -> int:
+        name = request.request_id
+        self.num_draws[name] = self.num_draws.get(name, 0) + 1
+        seed = request.seed if request.params.seed is None else request.params.seed
+        place = Random(f"{seed}:{request.sample_index}:{request.num_output_tokens}")
+        return (best.token_ids[name] + place.randrange(VOCAB_SIZE)) % VOCAB_SIZE
 
 
 class ScriptedRunner:
@@ -92,7 +202,13 @@ def cold_run(prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
     return request.output_ids
 
 
-def step_checked(engine: Engine) -> Any:
+def before_steps(engine: Engine, hook: Callable[[ScheduledBatch], None] | None = None) -> None:
+    """Call `hook` between planning and computing of every step from now on. None: no longer."""
+    assert isinstance(engine.runner, OracleRunner)
+    engine.runner.before_execute = hook or (lambda batch: None)
+
+
+def step_checked(engine: Engine) -> StepOutput:
     """One step, and the conservation laws after it."""
     output = engine.step()
     engine.scheduler.check()
@@ -107,3 +223,22 @@ def run_checked(engine: Engine, max_steps: int = 10_000) -> int:
         step_checked(engine)
         steps += 1
     return steps
+
+
+def add_one(engine: Engine, prompt_ids: Iterable[int], max_tokens: int, **options: Any) -> Request:
+    """Queue one request with n = 1. `options` are arguments of Engine.add."""
+    [request] = engine.add(list(prompt_ids), SamplingParams(max_tokens=max_tokens), **options)
+    return request
+
+
+def is_cold(request: Request, max_tokens: int) -> bool:
+    """True if the request's output is all of its cold run."""
+    return request.output_ids == oracle_tokens(request.prompt_ids, max_tokens)
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing queued, nothing held."""
+    scheduler = engine.scheduler
+    assert not scheduler.waiting and not scheduler.running
+    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+    scheduler.check()

@@ -187,7 +187,12 @@ class BlockManager:
     def release(self, request: Request) -> None:
         """Drop the request's references, last block first. A request that holds nothing is fine: nothing happens."""
         held = self._tables.pop(request.request_id, None)
-        for block_id in reversed(held.block_ids if held else []):
+        if held is None:
+            return
+        # Given up in the middle of a step: what the step was to fill has a name already, and may never be filled.
+        for block_id in held.block_ids[request.num_computed_tokens // self.block_size :]:
+            self.cache.forget(block_id)
+        for block_id in reversed(held.block_ids):
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] == 0:
                 self._park(block_id)
@@ -204,12 +209,15 @@ class BlockManager:
             self.cache.forget(block_id)
 
     def flush_cache(self) -> int:
-        """Forget everything cached, as after new weights. Returns how many blocks were forgotten."""
+        """Forget everything cached, as after new weights. Returns how many blocks were forgotten.
+
+        Raises RuntimeError, with nothing changed, while requests hold blocks: theirs were computed with the old weights too.
+        """
+        if self.num_used_blocks:
+            raise RuntimeError(f"the cache cannot be flushed while {self.num_used_blocks} of {self.num_blocks} blocks are held by requests")
         num_forgotten = len(self.cache)
-        for block_id in range(self.num_blocks):
+        for block_id in self.cache.idle:
             self.cache.forget(block_id)
-        for held in self._tables.values():
-            held.chain.clear()
         self._free.extend(self.cache.idle)
         self.cache.idle.clear()
         return num_forgotten
@@ -222,9 +230,13 @@ class BlockManager:
         free, idle = Counter(self._free), self.cache.idle
         assert all(count == 1 for count in free.values()), f"free twice: {[b for b, c in free.items() if c > 1]}"
         assert not free.keys() & idle.keys(), f"free and idle: {sorted(free.keys() & idle.keys())}"
-        assert not owners.keys() & (free.keys() | idle.keys()), f"owned, yet free or idle: {sorted(owners.keys() & (free.keys() | idle.keys()))}"
+        assert not owners.keys() & (free.keys() | idle.keys()), (
+            f"owned, yet free or idle: {sorted(owners.keys() & (free.keys() | idle.keys()))}"
+        )
         total = len(free) + len(idle) + len(owners)
-        assert total == self.num_blocks, f"{len(free)} free + {len(idle)} idle + {len(owners)} owned = {total}, the pool has {self.num_blocks}"
+        assert total == self.num_blocks, (
+            f"{len(free)} free + {len(idle)} idle + {len(owners)} owned = {total}, the pool has {self.num_blocks}"
+        )
         for block_id in range(self.num_blocks):
             count = self._ref_counts[block_id]
             assert count == owners[block_id], f"block {block_id}: counted {count} owners, listed by {owners[block_id]}"

@@ -10,6 +10,7 @@ Taught in notebooks 00 and 06.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +41,9 @@ class EngineStalled(RuntimeError):
 
 
 class Engine:
-    def __init__(self, scheduler: Scheduler, runner: Runner, clock: WallClock | VirtualClock, limits: ModelLimits, trace: Trace | None = None):
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, clock: WallClock | VirtualClock, limits: ModelLimits, trace: Trace | None = None
+    ):
         self.scheduler = scheduler
         self.runner = runner
         self.clock = clock
@@ -65,9 +68,9 @@ class Engine:
         `max_tokens` is a ceiling: prompt + output end at the model's limit, or at what the whole pool can hold.
         """
         params = params or SamplingParams()
-        request_id = request_id if request_id is not None else f"R{self._num_arrivals}"
+        request_id = request_id if request_id is not None else self._unused_id()
         try:
-            self._refuse_invalid(request_id, prompt_ids, params, priority)
+            self._refuse_invalid(request_id, prompt_ids, params, priority, salt)
             requests = self._make_requests(request_id, tuple(prompt_ids), params, priority, salt, arrival_s)
             self.scheduler.add(requests)
         except InvalidRequest:
@@ -77,6 +80,13 @@ class Engine:
         for request in requests:
             self.trace.arrive(request)
         return requests
+
+    def _unused_id(self) -> str:
+        """R and a number; a caller who names requests in the same way may have taken some."""
+        number = self._num_arrivals
+        while self.scheduler.find(f"R{number}"):
+            number += 1
+        return f"R{number}"
 
     def _make_requests(
         self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int, salt: str, arrival_s: float | None
@@ -102,7 +112,9 @@ class Engine:
             requests.append(request)
         return requests
 
-    def _refuse_invalid(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int) -> None:
+    def _refuse_invalid(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int, salt: str) -> None:
+        if not isinstance(request_id, str) or not isinstance(salt, str):
+            raise InvalidRequest(f"request id and salt must be strings, got {request_id!r} and {salt!r}")
         if not len(prompt_ids):
             raise InvalidRequest(f"request {request_id}: the prompt is empty, at least 1 token is needed")
         for index, token_id in enumerate(prompt_ids):
@@ -112,11 +124,11 @@ class Engine:
                 )
         if not _is_int(priority):
             raise InvalidRequest(f"request {request_id}: priority must be an integer, got {priority!r}")
-        least = len(prompt_ids) + max(1, params.min_tokens)
-        if least > self.limits.max_model_len:
+        num_least = max(1, params.min_tokens)
+        if len(prompt_ids) + num_least > self.limits.max_model_len:
             raise RequestTooLong(
-                f"request {request_id}: {len(prompt_ids)} prompt tokens and at least {max(1, params.min_tokens)} output tokens make {least}, "
-                f"max_model_len is {self.limits.max_model_len}"
+                f"request {request_id}: {len(prompt_ids)} prompt tokens and at least {num_least} output tokens make "
+                f"{len(prompt_ids) + num_least}, max_model_len is {self.limits.max_model_len}"
             )
 
     def abort(self, request_id: str) -> bool:
@@ -139,34 +151,40 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> StepOutput:
-        """Schedule, execute, update, record. If executing raises, its requests end with that error, and it is raised again."""
+        """Schedule, execute, update, record. If a step fails, its requests end with the error, and it is raised again."""
         start_s = self.clock.now()
         batch = self.scheduler.schedule(start_s)
         try:
             result = self.runner.execute(batch)
-        except BaseException as error:  # a KeyboardInterrupt too: the step's blocks were not filled
+            self.clock.advance(result.elapsed_s)
+            output = self.scheduler.update(batch, result)
+        except BaseException as error:  # a KeyboardInterrupt too: the step's blocks may not be filled
             output = self.scheduler.fail(batch, f"{type(error).__name__}: {error}")
             self.trace.step(batch, output, self.scheduler, start_s, self.clock.now())
             raise
-        self.clock.advance(result.elapsed_s)
-        output = self.scheduler.update(batch, result)
         self.trace.step(batch, output, self.scheduler, start_s, self.clock.now())
         return output
 
     def run(self, arrivals: Iterable[tuple[float, dict[str, Any]]] = ()) -> list[Request]:
-        """Step until nothing is left. `arrivals`: (time in s, arguments of add), in order of time. Returns ended requests."""
+        """Step until nothing is left. `arrivals`: (time in s, arguments of add). Returns the requests that steps ended, in that order.
+
+        An arrival that is refused is counted in the trace and left out; those after it still come.
+        """
         todo = sorted(arrivals, key=lambda arrival: arrival[0])
         finished: list[Request] = []
         while todo or self.has_work:
             while todo and todo[0][0] <= self.clock.now():
                 arrival_s, arguments = todo.pop(0)
-                self.add(**arguments, arrival_s=arrival_s)
-            if not self.has_work:
+                with suppress(InvalidRequest):
+                    self.add(**arguments, arrival_s=arrival_s)
+            if self.has_work:
+                finished.extend(self.step().finished)
+                record = self.trace.steps[-1]
+                if record.tokens or record.preempted or not self.has_work:
+                    continue
+            if todo:  # nothing can run before the next arrival
                 self.clock.wait_until(todo[0][0])
-                continue
-            finished.extend(self.step().finished)
-            record = self.trace.steps[-1]
-            if not (record.tokens or record.preempted or todo) and self.has_work:
+            elif self.has_work:
                 raise EngineStalled(self._describe_stall())
         return finished
 

@@ -102,7 +102,7 @@ class Scheduler:
 
     def find(self, request_id: str) -> list[Request]:
         """The unfinished request of this id and the siblings that fork from it."""
-        return [r for r in (*self.running, *self.waiting) if request_id in (r.request_id, r.parent.request_id if r.parent else None)]
+        return [r for r in (*self.running, *self.waiting) if request_id in (r.request_id, (r.parent or r).request_id)]
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request at any moment, wherever it is. Ending it twice changes nothing."""
@@ -152,7 +152,7 @@ class Scheduler:
             victim = max(self.running, key=self.policy.order)
             num_free = self.blocks.num_free_blocks
             plan.drop(victim)
-            self._preempt(victim)
+            self.preempt(victim)
             plan.preempted.append(victim.request_id)
             plan.decisions.append(
                 (victim.request_id, f"is preempted: {request.request_id} needs {needed} block{'s'[: needed > 1]}, {num_free} free")
@@ -161,7 +161,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Back to the queue with its tokens but without its blocks: what it had computed is computed again later."""
         self.running.remove(request)
         self.blocks.release(request)
@@ -248,7 +248,7 @@ class Scheduler:
         finished: list[Request] = []
         for row in batch.rows:
             request = row.request
-            if request.is_finished:  # aborted while the step was under way
+            if request.status is not RequestStatus.RUNNING:  # aborted or taken out while the step was under way
                 continue
             request.num_computed_tokens = row.end
             if request.request_id in result.errors:
@@ -272,9 +272,10 @@ class Scheduler:
 
     def fail(self, batch: ScheduledBatch, error: str) -> StepOutput:
         """The step came to nothing: its requests end with an error, and none of the blocks they filled is trusted."""
-        for row in batch.rows:
-            self.finish(row.request, FinishReason.ERROR, error)
-        return StepOutput(finished=tuple(row.request for row in batch.rows))
+        failed = tuple(row.request for row in batch.rows if not row.request.is_finished)
+        for request in failed:
+            self.finish(request, FinishReason.ERROR, error)
+        return StepOutput(finished=failed)
 
     def check(self) -> None:
         """The conservation laws of blocks and queues; raises AssertionError with the numbers. For tests, after any step."""

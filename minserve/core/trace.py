@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minserve.core.batch import ScheduledBatch
-from minserve.core.request import Request
+from minserve.core.request import FinishReason, Request
 from minserve.core.scheduler import Scheduler, StepOutput
 
 
@@ -74,6 +74,7 @@ class RequestRecord:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    last_words: str = ""  # of the decision log: one and the same reason, step after step, is noted once
 
     @property
     def num_output_tokens(self) -> int:
@@ -110,7 +111,6 @@ class Trace:
         self.requests: dict[str, RequestRecord] = {}
         self.num_refused = 0
         self._max_records = max_records
-        self._last_words: dict[str, str] = {}
 
     # --- writing: called by the engine ------------------------------------------------------------
 
@@ -118,15 +118,15 @@ class Trace:
         self.requests[request.request_id] = RequestRecord(request.request_id, request.arrival_s, request.num_prompt_tokens)
 
     def step(self, batch: ScheduledBatch, output: StepOutput, scheduler: Scheduler, start_s: float, end_s: float) -> None:
+        self._note_decisions(batch, start_s)
         for row in batch.rows:
-            record = self.requests[row.request.request_id]
-            if record.scheduled_s is None:
+            record = self.requests.get(row.request.request_id)  # None: aborted during the step, and no longer kept
+            if record is not None and record.scheduled_s is None:
                 record.scheduled_s, record.num_cached_tokens = start_s, row.request.num_cached_tokens
         for request, _ in output.tokens:
             self.requests[request.request_id].token_times_s.append(end_s)
         for request in output.finished:
             self.finish(request, end_s)
-        self._note_decisions(batch, start_s)
         blocks = scheduler.blocks
         self.steps.append(
             StepRecord(
@@ -149,16 +149,19 @@ class Trace:
     def _note_decisions(self, batch: ScheduledBatch, now_s: float) -> None:
         """A request that waits for one and the same reason step after step is noted once."""
         for request_id, words in batch.decisions:
-            if self._last_words.get(request_id) != words:
-                self._last_words[request_id] = words
+            record = self.requests.get(request_id)
+            if record is not None and record.last_words != words:
+                record.last_words = words
                 self.decisions.append(Decision(batch.step, now_s, request_id, words))
         for request_id in batch.preempted_ids:
-            self.requests[request_id].num_preemptions += 1
+            record = self.requests.get(request_id)
+            if record is not None and record.finished_s is None:  # one aborted during the step has its final count
+                record.num_preemptions += 1
 
     def finish(self, request: Request, now_s: float) -> None:
         record = self.requests[request.request_id]
         record.finished_s, record.finish_reason = now_s, request.finish_reason
-        self._last_words.pop(request.request_id, None)
+        record.num_preemptions = request.num_preemptions
         if self._max_records is not None and len(self.requests) > self._max_records:
             oldest = next((r.request_id for r in self.requests.values() if r.finished_s is not None), None)
             del self.requests[oldest or request.request_id]
@@ -283,13 +286,17 @@ def goodput(
     tpot_s: float | None = None,
     latency_s: float | None = None,
 ) -> float:
-    """Requests per second that meet every limit given. A request without a TPOT (one token) meets any TPOT limit."""
+    """Requests per second that came to their end (not aborted, no error) and meet every limit given.
+
+    A request without a TPOT (one token) meets any TPOT limit.
+    """
 
     def meets(record: RequestRecord) -> bool:
-        if record.ttft_s is None or record.latency_s is None:
+        if record.ttft_s is None or record.latency_s is None or record.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return False
         return all(
-            limit is None or value <= limit for value, limit in ((record.ttft_s, ttft_s), (record.tpot_s or 0.0, tpot_s), (record.latency_s, latency_s))
+            limit is None or value <= limit
+            for value, limit in ((record.ttft_s, ttft_s), (record.tpot_s or 0.0, tpot_s), (record.latency_s, latency_s))
         )
 
     if wall_s <= 0:

@@ -13,10 +13,14 @@ Taught in notebook 06.
 import difflib
 import math
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
+
+
+MAX_LOGPROBS = 20  # best tokens reported per place: as vLLM and OpenAI have it
 
 
 class InvalidRequest(ValueError):
@@ -74,9 +78,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Lists become tuples, one stop string a tuple of one: the rest of the engine sees a single form.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, value, kind in (("stop", stop, tuple), ("stop_token_ids", self.stop_token_ids, tuple), ("logit_bias", self.logit_bias, dict)):
+            try:
+                object.__setattr__(self, name, kind(value))
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest(f"{name} cannot be {value!r}: {error}") from error
         self._check_counts()
         self._check_numbers()
         for text in self.stop:
@@ -91,6 +98,8 @@ class SamplingParams:
                 _require_int(name, getattr(self, name), least)
         for token_id in (*self.stop_token_ids, *self.logit_bias):
             _require_int("a token id in stop_token_ids or logit_bias", token_id, 0)
+        if self.logprobs is not None and self.logprobs > MAX_LOGPROBS:
+            raise InvalidRequest(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(f"min_tokens {self.min_tokens} is greater than max_tokens {self.max_tokens}")
 
@@ -104,8 +113,8 @@ class SamplingParams:
         if self.repetition_penalty == 0:
             raise InvalidRequest("repetition_penalty must be greater than 0, got 0")
         for token_id, bias in self.logit_bias.items():
-            if not isinstance(bias, int | float) or isinstance(bias, bool) or math.isnan(bias) or bias == math.inf:
-                raise InvalidRequest(f"logit_bias of token {token_id} must be a number below infinity, got {bias!r}")
+            if bias != -math.inf:  # which bans the token
+                _require_number(f"logit_bias of token {token_id}", bias, -math.inf, math.inf)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -129,8 +138,8 @@ def _require_int(name: str, value: Any, least: int) -> None:
 
 
 def _require_number(name: str, value: Any, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not low <= value <= high:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max or not low <= value <= high:  # NaN fails every comparison
         bounds = f" >= {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
         raise InvalidRequest(f"{name} must be a finite number{bounds if low > -math.inf else ''}, got {value!r}")
 

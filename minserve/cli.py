@@ -1,0 +1,174 @@
+"""The command `minserve`: demo, generate, bench, model. Each is a few lines over the package; errors are one line, not a traceback."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from minserve import __version__
+from minserve.core.request import InvalidRequest, SamplingParams
+
+ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("dtype", str, "compute type: auto (timed at start), fp32, bf16, fp16"),
+    ("device", str, "auto, cpu, cuda"),
+    ("num_threads", int, "CPU threads of torch"),
+    ("block_size", int, "tokens a KV block"),
+    ("num_blocks", int, "KV pool in blocks"),
+    ("kv_cache_bytes", int, "KV pool in bytes"),
+    ("kv_memory_fraction", float, "KV pool as a share of the memory free at start"),
+    ("max_model_len", int, "most tokens of prompt and output together"),
+    ("token_budget", int, "most tokens a step computes"),
+    ("max_running", int, "most requests computed together"),
+    ("max_chunk_tokens", int, "most tokens of one request in a step"),
+)
+SAMPLING_OPTIONS: tuple[tuple[str, type], ...] = (
+    ("max_tokens", int),
+    ("min_tokens", int),
+    ("temperature", float),
+    ("top_k", int),
+    ("top_p", float),
+    ("min_p", float),
+    ("repetition_penalty", float),
+    ("presence_penalty", float),
+    ("frequency_penalty", float),
+    ("seed", int),
+    ("n", int),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (ValueError, OSError, RuntimeError) as error:  # what a user can mend; our own bugs keep their traceback
+        if type(error).__module__ == "builtins" and isinstance(error, RuntimeError):
+            raise
+        print(f"minserve: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidRequest) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="minserve", description="A compact LLM inference engine to learn serving from.")
+    parser.add_argument("--version", action="version", version=f"minserve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="serve two dozen requests at once and show what happened")
+    demo.add_argument("--model", help=_MODEL_HELP)
+    demo.add_argument("--figure", default="figures/demo_timeline.png", help="where to write the timeline (default: %(default)s)")
+    demo.set_defaults(run=_demo)
+    _add_generate(commands)
+    _add_bench(commands)
+    _add_model(commands)
+    return parser
+
+
+_MODEL_HELP = "a directory, a hub id, or nothing for SmolLM2-135M-Instruct"
+
+
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser("generate", help="answer prompts, as they come or together")
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT")
+    generate.add_argument("--model", help=_MODEL_HELP)
+    generate.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
+    generate.add_argument("--stop", action="append", default=[], help="end the text before this string (may be repeated)")
+    for name, kind in SAMPLING_OPTIONS:
+        generate.add_argument(f"--{name.replace('_', '-')}", type=kind)
+    _add_engine_options(generate)
+    generate.set_defaults(run=_generate)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure a fixed workload: all requests at once, greedy, exact output counts")
+    bench.add_argument("--model", help=_MODEL_HELP)
+    bench.add_argument("--workload", help="JSON file of request sets (default: the one that comes with minserve)")
+    bench.add_argument("--sets", default="mixed,shared", help="which of its sets, separated by commas (default: %(default)s)")
+    bench.add_argument("--limit", type=int, help="only the first N requests of each set")
+    bench.add_argument("--primed", action="store_true", help="run each set a second time, with its prefixes cached")
+    bench.add_argument("--json", help="write the results here")
+    _add_engine_options(bench)
+    bench.set_defaults(run=_bench)
+
+
+def _add_model(commands: Any) -> None:
+    model = commands.add_parser("model", help="list or fetch models").add_subparsers(required=True, metavar="ACTION")
+    model.add_parser("list", help="what is here and what can be fetched by name").set_defaults(run=_list_models)
+    fetch = model.add_parser("fetch", help="get a model once and print its directory")
+    fetch.add_argument("name", nargs="?", help=_MODEL_HELP)
+    fetch.set_defaults(run=_fetch_model)
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    for name, kind, help_text in ENGINE_OPTIONS:
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, help=help_text)
+    group.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false", default=None)
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options the user gave; the others keep the defaults of the package, which stand in one place only."""
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
+
+
+def _engine_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    return _given(arguments, [name for name, _, _ in ENGINE_OPTIONS] + ["prefix_caching"])
+
+
+# The imports below are inside the commands so that `minserve --help` answers at once: torch takes seconds.
+
+
+def _demo(arguments: argparse.Namespace) -> None:
+    from minserve import demo
+
+    demo.main(arguments.model, arguments.figure)
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    params = SamplingParams.from_dict({"max_tokens": 256, **_given(arguments, [f.name for f in fields(SamplingParams)])})
+    from minserve.llm import LLM
+
+    with LLM(arguments.model, **_engine_fields(arguments)) as llm:
+        prompts = [llm.tokenizer.chat([{"role": "user", "content": text}]) if arguments.chat else text for text in arguments.prompts]
+        if len(prompts) == 1 and params.n == 1:
+            for piece in llm.stream(prompts[0], params):
+                print(piece, end="", flush=True)
+            print()
+            return
+        for text, output in zip(arguments.prompts, llm.generate(prompts, params), strict=True):
+            for answer in output.outputs:
+                print(f"--- {text} [{answer.index}, {answer.finish_reason}]\n{answer.text.strip()}")
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    from minserve import bench
+
+    bench.main(
+        arguments.model,
+        arguments.workload,
+        arguments.sets.split(","),
+        arguments.json,
+        limit=arguments.limit,
+        primed=arguments.primed,
+        **_engine_fields(arguments),
+    )
+
+
+def _list_models(arguments: argparse.Namespace) -> None:
+    from minserve.model import zoo
+
+    for entry in zoo.list_models():
+        place = str(entry.path) if entry.path else "not here yet: minserve model fetch"
+        print(f"{entry.name}  {entry.num_bytes / 1e6:,.0f} MB  {entry.about}\n    {place}")
+
+
+def _fetch_model(arguments: argparse.Namespace) -> None:
+    from minserve.model import zoo
+
+    print(zoo.resolve(arguments.name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

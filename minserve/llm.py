@@ -1,0 +1,413 @@
+"""Text in, text out: the engine with its model, tokenizer and memory, as one object.
+
+Why: `LLM` is where the rooms meet. It resolves a model, chooses a compute type, sizes the KV pool, builds scheduler, runner and
+engine, and turns prompts into requests and tokens into text. It holds no scheduling and no mathematics of its own.
+
+Invariant: outputs do not depend on what else is being served; whatever raises, the requests of the call are ended and their
+blocks returned; a call from another thread (a widget's callback) waits its turn on the lock.
+
+Taught in notebook 00.
+"""
+
+import dataclasses
+import difflib
+import gc
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from tqdm.auto import tqdm
+
+from minserve.core.block_manager import BlockManager
+from minserve.core.clock import WallClock
+from minserve.core.engine import Engine, ModelLimits
+from minserve.core.policies import Policy
+from minserve.core.request import FinishReason, InvalidRequest, Request, SamplingParams, TokenLogprob
+from minserve.core.scheduler import Scheduler, SchedulerConfig
+from minserve.core.trace import RequestRecord, Trace
+from minserve.model import zoo
+from minserve.model.decoder import Decoder
+from minserve.model.kv_cache import KVCache
+from minserve.model.runner import ModelRunner
+from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool
+from minserve.model.sampler import Sampler
+from minserve.model.tokenizer import Detokenizer, Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything about an engine that can be chosen. Sizes in bytes, tokens or blocks, as the names say."""
+
+    dtype: str = "auto"  # compute type: auto (timed at start), fp32, bf16, fp16
+    device: str = "auto"
+    num_threads: int | None = None  # of torch on the CPU; None leaves torch's own choice
+    attention_backend: str = "torch"
+    kv_format: str = "auto"  # auto: the compute type
+    block_size: int = 16  # tokens a block
+    num_blocks: int | None = None  # the pool: given in blocks,
+    kv_cache_bytes: int | None = None  # or in bytes,
+    kv_memory_fraction: float = 0.3  # or as a share of the memory that is free at start
+    max_model_len: int | None = None  # prompt + output; None: what the model and the pool allow
+    token_budget: int = 512  # tokens a step computes at most
+    max_running: int = 64
+    max_chunk_tokens: int | None = None
+    watermark: float = 0.01  # share of the pool that stays free when a request is admitted
+    prefix_caching: bool = True
+    max_trace_records: int | None = 100_000
+
+    @classmethod
+    def from_fields(cls, values: Mapping[str, Any]) -> "EngineConfig":
+        names = [f.name for f in dataclasses.fields(cls)]
+        for name in values:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f", did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(names)}"
+                raise ValueError(f"unknown engine setting {name!r}{hint}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer. `token_ids` are all generated tokens, an end token included; `text` stops before it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of one prompt: its n answers, and the times of the first of them (seconds of the engine's clock)."""
+
+    request_id: str
+    prompt: str | None  # None where token ids were given
+    prompt_ids: tuple[int, ...]
+    outputs: list[Completion]
+    num_cached_tokens: int
+    metrics: RequestRecord
+
+    @property
+    def text(self) -> str:
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.outputs[0].finish_reason
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request under way and the text that its tokens have made so far."""
+
+    request: Request
+    detokenizer: Detokenizer
+    pieces: list[str]  # not yet fetched by a stream
+
+
+class LLM:
+    """A model being served in this process.
+
+    >>> with LLM() as llm:                                                        # doctest: +SKIP
+    ...     print(llm.generate("The capital of France is", max_tokens=8)[0].text)
+    """
+
+    def __init__(self, model: str | Path | None = None, *, policy: Policy | None = None, verbose: bool = True, **fields: Any):
+        """Load `model` (a directory, a hub id, None for the default) with the settings of `EngineConfig`.
+
+        Raises ValueError for an unknown setting, UnsupportedModel, ModelUnavailable or PoolTooSmall with the reason.
+        """
+        self.config = config = EngineConfig.from_fields(fields)
+        self.model_path = zoo.resolve(model, progress=verbose)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, device)
+        self.tokenizer = Tokenizer(self.model_path)
+        decoder = Decoder.from_directory(self.model_path, dtype=self.dtype, device=device)
+        self.pool: PoolPlan = plan_pool(
+            decoder.config,
+            block_size=config.block_size,
+            kv_format=config.kv_format,
+            dtype=self.dtype,
+            device=device,
+            num_blocks=config.num_blocks,
+            kv_cache_bytes=config.kv_cache_bytes,
+            memory_fraction=config.kv_memory_fraction,
+            max_model_len=config.max_model_len,
+            max_running=config.max_running,
+        )
+        cache = KVCache(decoder.config, self.pool.num_blocks, config.block_size, self.pool.kv_format, device)
+        runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
+        self.engine = Engine(self._make_scheduler(policy), runner, WallClock(), self._limits(decoder), Trace(config.max_trace_records))
+        self._live: dict[str, _Live] = {}
+        self._lock = threading.RLock()
+        if verbose:
+            print(self.describe(), file=sys.stderr)
+
+    def _make_scheduler(self, policy: Policy | None) -> Scheduler:
+        config, pool = self.config, self.pool
+        blocks = BlockManager(
+            pool.num_blocks,
+            config.block_size,
+            prefix_caching=config.prefix_caching,
+            namespace=f"{self.model_path}|{self.dtype}|{pool.kv_format}",
+        )
+        settings = SchedulerConfig(
+            token_budget=config.token_budget,
+            max_running=config.max_running,
+            watermark_blocks=int(config.watermark * pool.num_blocks),
+            max_chunk_tokens=config.max_chunk_tokens,
+        )
+        return Scheduler(settings, blocks, policy)
+
+    def _limits(self, decoder: Decoder) -> ModelLimits:
+        return ModelLimits(self.pool.max_model_len, decoder.config.vocab_size, frozenset(self.tokenizer.eos_ids))
+
+    def describe(self) -> str:
+        """Model, compute type and memory in two lines."""
+        model = self.engine.runner.decoder.describe()
+        return f"{self.model_path.name}: {model}\n{self.pool.describe()}"
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def trace(self) -> Trace:
+        return self.engine.trace
+
+    def reset_trace(self) -> Trace:
+        """Start a new trace, and return the one so far. Raises RuntimeError while requests are under way."""
+        with self._lock:
+            self._refuse_when_busy("start a new trace")
+            old, self.engine.trace = self.engine.trace, Trace(self.config.max_trace_records)
+            return old
+
+    # --- serving ----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        progress: bool = True,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """Answer a string, a list of token ids, or a list of either kind; one output a prompt, in their order.
+
+        `params` are for all prompts or a list with one for each; sampling fields may be given by name instead. Raises InvalidRequest
+        before anything runs if any prompt cannot be served. `progress` shows a bar on work that takes longer than a second.
+        """
+        prompts = _as_list(prompts)
+        groups = self._submit(prompts, _as_params(params, fields, len(prompts)), priority, salt)
+        requests = [request for group in groups for request in group]
+        try:
+            self._serve(requests, progress)
+            texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+            return [self._output(group, text) for group, text in zip(groups, texts, strict=True)]
+        finally:
+            self._forget(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the model's chat template."""
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if one else messages
+        return self.generate([self.tokenizer.chat(conversation) for conversation in conversations], params, **options)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Iterator[str]:
+        """The answer piece by piece, as soon as a piece is safe to show. Leaving the loop early gives the request up."""
+        [request_params] = _as_params(params, fields, 1)
+        if request_params.n != 1:
+            raise InvalidRequest(f"a stream has one answer, got n = {request_params.n}")
+        [requests] = self._submit([prompt], [request_params], 0, "")
+        live = self._live[requests[0].request_id]
+        try:
+            while not live.request.is_finished:
+                self._step_for(live.request)
+                yield from self._fetch(live)
+            yield from self._fetch(live)
+            if live.request.finish_reason is FinishReason.ERROR:
+                raise RuntimeError(f"request {live.request.request_id} failed: {live.request.error}")
+        finally:
+            self._forget(requests)
+
+    def chat_stream(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **fields: Any) -> Iterator[str]:
+        """`stream` for a conversation."""
+        return self.stream(self.tokenizer.chat(messages), params, **fields)
+
+    def abort(self, request_id: str) -> bool:
+        with self._lock:
+            return self.engine.abort(request_id)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: int, salt: str) -> list[list[Request]]:
+        """Queue all prompts, or none of them if one is refused."""
+        groups: list[list[Request]] = []
+        with self._lock:
+            self._refuse_when_closed()
+            try:
+                for prompt, own in zip(prompts, params, strict=True):
+                    ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                    groups.append(self.engine.add(ids, own, priority=priority, salt=salt))
+            except BaseException:
+                self._forget([request for group in groups for request in group])
+                raise
+            for request in (request for group in groups for request in group):
+                p = request.params
+                detokenizer = Detokenizer(self.tokenizer, stop=p.stop, min_tokens=p.min_tokens, stop_ids=request.stop_ids)
+                self._live[request.request_id] = _Live(request, detokenizer, [])
+        return groups
+
+    def _serve(self, requests: Sequence[Request], progress: bool) -> None:
+        with tqdm(total=len(requests), disable=not progress, delay=1.0, unit="request", leave=False) as bar:
+            for request in requests:
+                while not request.is_finished:
+                    self._step_for(request)
+                    bar.set_postfix(
+                        running=len(self.engine.scheduler.running),
+                        waiting=len(self.engine.scheduler.waiting),
+                        blocks=self.engine.scheduler.blocks.num_used_blocks,
+                        refresh=False,
+                    )
+                    bar.update(sum(r.is_finished for r in requests) - bar.n)
+
+    def _step_for(self, request: Request) -> None:
+        """One step, unless another thread's step has ended the request meanwhile."""
+        with self._lock:
+            if request.is_finished:
+                return
+            self._refuse_when_closed()
+            output = self.engine.step()
+            for ready, token_id in output.tokens:
+                live = self._live.get(ready.request_id)
+                if live is not None:
+                    self._take_token(live, token_id)
+
+    def _take_token(self, live: _Live, token_id: int) -> None:
+        live.pieces.append(live.detokenizer.push(token_id))
+        if live.detokenizer.stopped:
+            if live.request.is_finished:  # the last token also completed a stop string: the text ended there
+                live.request.finish_reason = FinishReason.STOP
+            self.engine.finish(live.request, FinishReason.STOP)
+        elif live.request.is_finished:
+            live.pieces.append(live.detokenizer.finish())
+
+    def _fetch(self, live: _Live) -> Iterator[str]:
+        with self._lock:
+            text, live.pieces = "".join(live.pieces), []
+        if text:
+            yield text
+
+    def _forget(self, requests: Sequence[Request]) -> None:
+        """The call is over, however it ended: give up what still runs and keep nothing of it."""
+        with self._lock:
+            for request in requests:
+                self.engine.finish(request, FinishReason.ABORT)
+                self._live.pop(request.request_id, None)
+
+    def _output(self, group: Sequence[Request], prompt: str | None) -> RequestOutput:
+        first = group[0]
+        return RequestOutput(
+            request_id=first.request_id,
+            prompt=prompt,
+            prompt_ids=first.prompt_ids,
+            outputs=[self._completion(request) for request in group],
+            num_cached_tokens=first.num_cached_tokens,
+            metrics=self.trace.requests[first.request_id],
+        )
+
+    def _completion(self, request: Request) -> Completion:
+        return Completion(
+            index=request.sample_index,
+            text=self._live[request.request_id].detokenizer.text,
+            token_ids=request.output_ids,
+            finish_reason=str(request.finish_reason),
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            error=request.error,
+        )
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def load_weights(self, model: str | Path) -> None:
+        """Serve other weights of the same shape from now on. Everything cached was computed with the old ones and is forgotten.
+
+        Raises RuntimeError while requests are under way, ValueError if the shapes differ.
+        """
+        with self._lock:
+            self._refuse_when_busy("change the weights")
+            self.engine.runner.decoder.load_weights(zoo.resolve(model))
+            self.engine.scheduler.blocks.flush_cache()
+
+    def close(self) -> None:
+        """Give the memory back. Closing twice is fine; serving afterwards is an error."""
+        with self._lock:
+            if getattr(self, "engine", None) is not None:
+                self._forget([live.request for live in self._live.values()])
+                self.engine.runner.close()
+                del self.engine
+                gc.collect()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _refuse_when_busy(self, what: str) -> None:
+        self._refuse_when_closed()
+        num_busy = len(self.engine.scheduler.running) + len(self.engine.scheduler.waiting)
+        if num_busy:
+            raise RuntimeError(f"cannot {what} while {num_busy} requests are under way")
+
+    def _refuse_when_closed(self) -> None:
+        if getattr(self, "engine", None) is None:
+            raise RuntimeError("this LLM is closed; make a new one to serve again")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string or token ids) becomes a list of one. Mixed lists are refused: which was meant cannot be told."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(f"prompts must be a string, a list of strings or lists of token ids, got {type(prompts).__name__}")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    kinds = {str if isinstance(item, str) else list if isinstance(item, Sequence) else type(item) for item in prompts}
+    if not kinds <= {str} and not kinds <= {list}:
+        raise InvalidRequest(f"prompts must be all strings or all lists of token ids, got {sorted(kind.__name__ for kind in kinds)}")
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], num_prompts: int) -> list[SamplingParams]:
+    if params is not None and fields:
+        raise InvalidRequest(f"give sampling fields by name or as params, not both: {', '.join(fields)}")
+    if params is None:
+        params = SamplingParams.from_dict(fields)
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if isinstance(params, Mapping):
+        return [SamplingParams.from_dict(params)] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequest(f"{num_prompts} prompts and {len(params)} sampling params: give one for all, or one for each")
+    return list(params)

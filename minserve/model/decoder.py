@@ -1,0 +1,154 @@
+"""One decoder-only transformer that runs the Llama, Mistral, Qwen2 and Qwen3 families.
+
+Why: the families differ in four switches (bias, query/key norm, sliding window, tied head), so one short forward pass is
+both easier to read and easier to serve than four. Tokens of all requests of a step stand in one row of length T; only
+attention knows which token belongs to whom. The projections of queries, keys and values are one product, those of
+gate and up another: fewer, larger products.
+
+Invariant: a decoder holds weights and nothing else; all memory of requests is in the cache that is passed in.
+
+Taught in notebook 05.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minserve.model.attention import AttentionMetadata, paged_attention
+from minserve.model.config import ModelConfig
+from minserve.model.kv_cache import KVCache
+from minserve.model.linear import Linear
+from minserve.model.rope import Rotation, attention_factor, inverse_frequencies, rotate_, rotation
+from minserve.model.weights import Checkpoint, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer. E = hidden size, I = intermediate size."""
+
+    attention_norm: Tensor  # [E]
+    qkv: Linear  # [(H + 2K) * D, E]
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None  # [D]
+    output: Linear  # [E, H * D]
+    mlp_norm: Tensor  # [E]
+    gate_up: Linear  # [2 I, E]
+    down: Linear  # [E, I]
+    window: int | None
+
+
+class Decoder:
+    """Token ids in, hidden states out; logits for the rows that ask for them."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"):
+        """Take the weights layer by layer into `dtype` on `device`. Raises BrokenCheckpoint by the name of what is missing."""
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        load = _Loader(config, weights, dtype, self.device)
+        self.embedding = load.tensor("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.layers = [load.layer(i) for i in range(config.num_layers)]
+        self.norm = load.tensor("model.norm.weight", (config.hidden_size,))
+        self.head = load.head(self.embedding)
+        self.scale = config.head_dim**-0.5
+        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(self.device)
+        self._rope_factor = attention_factor(config.rope)
+
+    @classmethod
+    def from_directory(cls, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "Decoder":
+        """Load a Hugging Face model directory. Raises UnsupportedModel or BrokenCheckpoint with what is wrong."""
+        config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
+        decoder = cls(config, checkpoint, dtype, device)
+        if left := checkpoint.unused():
+            warnings.warn(f"{path}: {len(left)} tensors are not part of a {config.architecture}: {', '.join(left[:3])}", stacklevel=2)
+        return decoder
+
+    def describe(self) -> str:
+        """Architecture, size and compute type in a few words."""
+        c = self.config
+        heads = f"{c.num_heads} query and {c.num_kv_heads} KV heads of {c.head_dim}"
+        type_name = str(self.dtype).removeprefix("torch.")
+        return f"{c.architecture}, {c.num_parameters / 1e6:,.1f} M parameters, {c.num_layers} layers, {heads}, {type_name} on {self.device}"
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, cache: KVCache, metadata: AttentionMetadata, backend: str = "torch") -> Tensor:
+        """Run all layers, and write the step's keys and values. token_ids, positions: [T] -> normed hidden states [T, E]"""
+        turn = rotation(positions, self._frequencies, self._rope_factor)
+        x = F.embedding(token_ids, self.embedding)  # [T, E]
+        for i, layer in enumerate(self.layers):
+            q, k, v = self._project(layer, self._normed(x, layer.attention_norm), turn)
+            cache.write(i, k, v, metadata.place)
+            attended = paged_attention(q, cache, i, metadata, self.scale, layer.window, backend)  # [T, H * D]
+            x = x + layer.output(attended)
+            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)  # [T, I] each
+            x = x + layer.down(F.silu(gate).mul_(up))
+        return self._normed(x, self.norm)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, E], the rows that need a next token -> [R, V] in the compute type"""
+        return self.head(hidden)
+
+    def _project(self, layer: Layer, x: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, the first two turned to their positions. x: [T, E] -> [T, H, D], [T, K, D], [T, K, D]"""
+        c = self.config
+        heads = layer.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2K, D]
+        q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q.copy_(self._normed(q, layer.q_norm))
+            k.copy_(self._normed(k, layer.k_norm))
+        rotate_(heads[:, : c.num_heads + c.num_kv_heads], turn)  # q and k in one go
+        return q, k, v
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+
+
+class _Loader:
+    """Takes tensors by their Hugging Face names and fuses those that are multiplied by the same input."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, dtype: torch.dtype, device: torch.device):
+        self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Tensor:
+        # .to() alone may leave the tensor in the mapped file, which someone may overwrite while we serve
+        return self.weights.take(name, shape).to(self.device, self.dtype, copy=True)
+
+    def linear(self, prefix: str, names: Sequence[str], out_features: Sequence[int], in_features: int, has_bias: bool) -> Linear:
+        """One Linear of the projections `names`, stacked. Its parts are let go at once, so memory peaks by one layer."""
+        parts = [self.weights.take(f"{prefix}.{n}.weight", (out, in_features)) for n, out in zip(names, out_features, strict=True)]
+        biases = [self.weights.take(f"{prefix}.{n}.bias", (out,)) for n, out in zip(names, out_features, strict=True) if has_bias]
+        return Linear(self._stacked(parts), self._stacked(biases) if has_bias else None)
+
+    def _stacked(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.to(self.device, self.dtype) for part in parts])
+
+    def layer(self, index: int) -> Layer:
+        c, name = self.config, f"model.layers.{index}"
+        query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        inner, attention, mlp = c.intermediate_size, f"{name}.self_attn", f"{name}.mlp"
+        return Layer(
+            attention_norm=self.tensor(f"{name}.input_layernorm.weight", (c.hidden_size,)),
+            qkv=self.linear(attention, ("q_proj", "k_proj", "v_proj"), (query, key, key), c.hidden_size, c.qkv_bias),
+            q_norm=self.tensor(f"{attention}.q_norm.weight", (c.head_dim,)) if c.qk_norm else None,
+            k_norm=self.tensor(f"{attention}.k_norm.weight", (c.head_dim,)) if c.qk_norm else None,
+            output=self.linear(attention, ("o_proj",), (c.hidden_size,), query, c.output_bias),
+            mlp_norm=self.tensor(f"{name}.post_attention_layernorm.weight", (c.hidden_size,)),
+            gate_up=self.linear(mlp, ("gate_proj", "up_proj"), (inner, inner), c.hidden_size, c.mlp_bias),
+            down=self.linear(mlp, ("down_proj",), (c.hidden_size,), inner, c.mlp_bias),
+            window=c.windows[index],
+        )
+
+    def head(self, embedding: Tensor) -> Linear:
+        """The output head. Where the config ties it to the embedding, a head in the file is checked and not used."""
+        name, shape = "lm_head.weight", tuple(embedding.shape)
+        if not self.config.tied_embeddings:
+            return Linear(self.tensor(name, shape))
+        if name in self.weights:
+            own = self.weights.take(name, shape)
+            if not torch.equal(own.to(embedding), embedding):
+                warnings.warn(f"{name} differs from the embedding, but the config ties them: the embedding is used", stacklevel=4)
+        return Linear(embedding)

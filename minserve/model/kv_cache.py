@@ -1,0 +1,97 @@
+"""The memory of all requests: keys and values of every layer, in blocks of S slots that any request may hold.
+
+Why: a request grows by a token at a time to a length nobody knows. Blocks let it do so without a reserved maximum, and let
+requests with the same prefix hold the same block. Formats, layout and bytes are this file's business and no one else's.
+
+A layer is one tensor [N + 1, 2, K, S, D]: block, key or value, KV head, slot, head size. A block's slots of one head lie
+side by side, so that gathering blocks by (request, head) gives [requests x heads, tokens, D], which a batched matrix
+product reads as it stands. Block N, the null block, is all zeros and is never written: it fills up short block tables.
+
+Invariant: slots that no token was written to may hold anything (NaN, another request's past); readers mask them.
+
+Taught in notebook 04.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minserve.model.config import ModelConfig
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def bytes_per_token(config: ModelConfig, kv_format: str) -> int:
+    """Bytes that one token's keys and values take, over all layers: 2 x L x K x D numbers.
+
+    >>> from minserve.model.config import ModelConfig
+    >>> smollm2 = ModelConfig(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
+    ...     num_kv_heads=3, head_dim=64, max_positions=8192)
+    >>> bytes_per_token(smollm2, "bf16")
+    23040
+    """
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * FORMATS[kv_format].itemsize
+
+
+class KVCache:
+    """N blocks of S slots for L layers. `num_blocks` counts the usable ones; the null block comes on top."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, kv_format: str, device: torch.device | str = "cpu"):
+        if kv_format not in FORMATS:
+            raise ValueError(f"KV format {kv_format!r} is not known; known: {', '.join(FORMATS)}")
+        self.num_blocks, self.block_size, self.kv_format = num_blocks, block_size, kv_format
+        self.num_kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.bytes_per_token = bytes_per_token(config, kv_format)
+        self.bytes_per_block = self.bytes_per_token * block_size
+        shape = (config.num_layers, num_blocks + 1, 2, config.num_kv_heads, block_size, config.head_dim)
+        # Not zeroed: the operating system hands out the memory when a block is first written.
+        self.blocks = torch.empty(shape, dtype=FORMATS[kv_format], device=device)  # [L, N+1, 2, K, S, D]
+        self.blocks[:, self.null_block] = 0
+        self._scratch = torch.empty(0, dtype=self.blocks.dtype, device=device)
+
+    @property
+    def null_block(self) -> int:
+        return self.num_blocks
+
+    @property
+    def num_bytes(self) -> int:
+        return self.blocks.numel() * self.blocks.itemsize
+
+    def place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Block and offset of each slot id, made once a step. slots: [T], slot id = block x S + offset"""
+        return slots // self.block_size, slots % self.block_size
+
+    def write(self, layer: int, k: Tensor, v: Tensor, place: tuple[Tensor, Tensor]) -> None:
+        """Store the keys and values of a step's tokens. k, v: [T, K, D]; place: from `place(slots)`"""
+        for index, new in enumerate((k, v)):
+            stored = self.blocks[layer, :, index].transpose(1, 2)  # [N+1, S, K, D]
+            stored.index_put_(place, new.to(stored.dtype))
+
+    def gather_index(self, tables: Tensor) -> Tensor:
+        """Rows of a layer that `gather` reads for these block tables, made once a step. tables: [B, blocks] -> [2 B K blocks]"""
+        kinds = torch.arange(2, device=tables.device)[:, None, None, None]
+        heads = torch.arange(self.num_kv_heads, device=tables.device)[:, None]
+        return ((tables[:, None] * 2 + kinds) * self.num_kv_heads + heads).flatten()
+
+    def gather(self, layer: int, index: Tensor, unused: Tensor, num_requests: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of whole block tables side by side, valid until the next gather: two of [B x K, tokens, D].
+
+        index: from `gather_index`; unused: [U] rows of [2 x B x K x tokens] to be read as zeros, since 0 x NaN is NaN.
+        """
+        rows = self.blocks[layer].view(-1, self.block_size * self.head_dim)
+        size = len(index) * rows.shape[1]
+        if self._scratch.numel() < size:  # one scratch for all layers: fresh memory each time costs a page fault per 4 KiB
+            self._scratch = torch.empty(size, dtype=rows.dtype, device=rows.device)
+        gathered = self._scratch[:size]
+        torch.index_select(rows, 0, index, out=gathered.view(-1, rows.shape[1]))
+        gathered.view(-1, self.head_dim).index_fill_(0, unused, 0)
+        k, v = gathered.view(2, num_requests * self.num_kv_heads, -1, self.head_dim).to(dtype).unbind()
+        return k, v
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, target), in all layers, reading every source before any target is written."""
+        if copies:
+            sources, targets = torch.tensor(copies, device=self.blocks.device).unbind(1)
+            self.blocks[:, targets] = self.blocks[:, sources]

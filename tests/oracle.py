@@ -51,6 +51,7 @@ class OracleRunner:
         self.batches: list[ScheduledBatch] = []
         self.seconds_per_step = seconds_per_step
         self.before_execute: Callable[[ScheduledBatch], None] = lambda batch: None
+        self.errors: dict[str, str] = {}  # request id -> the error that it gets in place of a token
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         self.before_execute(batch)
@@ -63,7 +64,10 @@ class OracleRunner:
                 before = self._read(row.block_table, position - 1) if position else 0
                 self.slots[row.block_table[position // size] * size + position % size] = oracle_value(before, token_id)
         tokens = {row.request.request_id: self._next_token(row.block_table, row.end) for row in batch.rows if row.samples}
-        return StepResult(token_ids=tokens, elapsed_s=self.seconds_per_step)
+        errors = {
+            row.request.request_id: self.errors[row.request.request_id] for row in batch.rows if row.request.request_id in self.errors
+        }
+        return StepResult(token_ids=tokens, errors=errors, elapsed_s=self.seconds_per_step)
 
     def _read(self, table: Sequence[int], position: int) -> int:
         value = self.slots[table[position // self.block_size] * self.block_size + position % self.block_size]
@@ -192,6 +196,20 @@ def make_engine(
     scheduler = Scheduler(SchedulerConfig(**options), blocks)
     runner = runner or OracleRunner(num_blocks, block_size, seconds_per_step)
     return Engine(scheduler, runner, VirtualClock(), ModelLimits(max_model_len, vocab_size, eos_ids))
+
+
+def faithful_engine(num_blocks: int, block_size: int, **options: Any) -> Engine:
+    """`make_engine`, with a runner that holds every batch against the contract of the seam."""
+    runner = FaithfulRunner(num_blocks, block_size)
+    engine = make_engine(num_blocks, block_size, runner=runner, **options)
+    runner.scheduler = engine.scheduler
+    return engine
+
+
+def batches_of(engine: Engine) -> list[ScheduledBatch]:
+    """Every batch that the engine's oracle has computed."""
+    assert isinstance(engine.runner, OracleRunner)
+    return engine.runner.batches
 
 
 def cold_run(prompt_ids: Sequence[int], max_tokens: int) -> list[int]:

@@ -40,7 +40,8 @@ class ScheduledRequest:
 class ScheduledBatch:
     """What one step computes. Copies (source block, target block) are carried out before anything is written.
 
-    `decisions` says in words why requests start, wait or give way: (request id, words).
+    `decisions` says in words why requests start, wait or give way: (request id, words). The two counts of blocks are those
+    of the pool while the step runs: a request that ends with it still holds its blocks.
     """
 
     step: int
@@ -48,6 +49,8 @@ class ScheduledBatch:
     copies: tuple[tuple[int, int], ...] = ()
     preempted_ids: tuple[str, ...] = ()
     num_hit_tokens: int = 0
+    num_used_blocks: int = 0
+    num_idle_blocks: int = 0
     decisions: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -14,7 +14,7 @@ import difflib
 import math
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -79,7 +79,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         # Lists become tuples, one stop string a tuple of one: the rest of the engine sees a single form.
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        for name, value, kind in (("stop", stop, tuple), ("stop_token_ids", self.stop_token_ids, tuple), ("logit_bias", self.logit_bias, dict)):
+        forms: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+            "stop": (stop, tuple),
+            "stop_token_ids": (self.stop_token_ids, tuple),
+            "logit_bias": (self.logit_bias, dict),
+        }
+        for name, (value, kind) in forms.items():
             try:
                 object.__setattr__(self, name, kind(value))
             except (TypeError, ValueError) as error:

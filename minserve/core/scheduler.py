@@ -133,6 +133,8 @@ class Scheduler:
             copies=tuple(plan.copies.values()),
             preempted_ids=tuple(plan.preempted),
             num_hit_tokens=plan.num_hit_tokens,
+            num_used_blocks=self.blocks.num_used_blocks,
+            num_idle_blocks=self.blocks.num_idle_blocks,
             decisions=tuple(plan.decisions),
         )
 

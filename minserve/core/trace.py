@@ -23,7 +23,10 @@ from minserve.core.scheduler import Scheduler, StepOutput
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step: who computed which tokens, the state of the pool after it, and when it ran (seconds of the engine's clock)."""
+    """One step: who computed which tokens, and when (seconds of the engine's clock).
+
+    Blocks are counted while the step runs, so that those of a request which ends with it are in the peak; the queues after it.
+    """
 
     step: int
     start_s: float
@@ -127,7 +130,6 @@ class Trace:
             self.requests[request.request_id].token_times_s.append(end_s)
         for request in output.finished:
             self.finish(request, end_s)
-        blocks = scheduler.blocks
         self.steps.append(
             StepRecord(
                 step=batch.step,
@@ -135,9 +137,9 @@ class Trace:
                 end_s=end_s,
                 tokens={row.request.request_id: (row.start, row.num_tokens) for row in batch.rows},
                 num_new_tokens=len(output.tokens),
-                num_used_blocks=blocks.num_used_blocks,
-                num_idle_blocks=blocks.num_idle_blocks,
-                num_free_blocks=blocks.num_free_blocks,
+                num_used_blocks=batch.num_used_blocks,
+                num_idle_blocks=batch.num_idle_blocks,
+                num_free_blocks=scheduler.blocks.num_blocks - batch.num_used_blocks,
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
                 num_hit_tokens=batch.num_hit_tokens,

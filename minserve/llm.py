@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from minserve.core.block_manager import BlockManager
 from minserve.core.clock import WallClock
@@ -30,11 +30,13 @@ from minserve.core.request import FinishReason, InvalidRequest, Request, Samplin
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from minserve.core.trace import RequestRecord, Trace
 from minserve.model import zoo
+from minserve.model.config import ModelConfig
 from minserve.model.decoder import Decoder
 from minserve.model.kv_cache import KVCache
 from minserve.model.runner import ModelRunner
-from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool
 from minserve.model.sampler import Sampler
+from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool
+from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool
 from minserve.model.tokenizer import Detokenizer, Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -150,10 +152,11 @@ class LLM:
             max_running=config.max_running,
         )
         cache = KVCache(decoder.config, self.pool.num_blocks, config.block_size, self.pool.kv_format, device)
-        runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
-        self.engine = Engine(self._make_scheduler(policy), runner, WallClock(), self._limits(decoder), Trace(config.max_trace_records))
+        self._runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
+        self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), self._limits(decoder), Trace(config.max_trace_records))
         self._live: dict[str, _Live] = {}
         self._lock = threading.RLock()
+        self._is_closed = False
         if verbose:
             print(self.describe(), file=sys.stderr)
 
@@ -178,8 +181,8 @@ class LLM:
 
     def describe(self) -> str:
         """Model, compute type and memory in two lines."""
-        model = self.engine.runner.decoder.describe()
-        return f"{self.model_path.name}: {model}\n{self.pool.describe()}"
+        self._refuse_when_closed()
+        return f"{self.model_path.name}: {self._runner.decoder.describe()}\n{self.pool.describe()}"
 
     @property
     def num_blocks(self) -> int:
@@ -352,20 +355,23 @@ class LLM:
     def load_weights(self, model: str | Path) -> None:
         """Serve other weights of the same shape from now on. Everything cached was computed with the old ones and is forgotten.
 
-        Raises RuntimeError while requests are under way, ValueError if the shapes differ.
+        Raises RuntimeError while requests are under way, ValueError if the configurations differ.
         """
         with self._lock:
             self._refuse_when_busy("change the weights")
-            self.engine.runner.decoder.load_weights(zoo.resolve(model))
+            path, old = zoo.resolve(model), self._runner.decoder
+            if ModelConfig.from_directory(path) != old.config:
+                raise ValueError(f"{path} is not the same kind of model as {self.model_path}: load it with a new LLM")
+            self._runner.decoder = Decoder.from_directory(path, dtype=old.dtype, device=old.device)
             self.engine.scheduler.blocks.flush_cache()
 
     def close(self) -> None:
         """Give the memory back. Closing twice is fine; serving afterwards is an error."""
         with self._lock:
-            if getattr(self, "engine", None) is not None:
+            if not self._is_closed:
                 self._forget([live.request for live in self._live.values()])
-                self.engine.runner.close()
-                del self.engine
+                self._is_closed = True
+                del self._runner, self.engine.runner
                 gc.collect()
 
     def __enter__(self) -> "LLM":
@@ -381,7 +387,7 @@ class LLM:
             raise RuntimeError(f"cannot {what} while {num_busy} requests are under way")
 
     def _refuse_when_closed(self) -> None:
-        if getattr(self, "engine", None) is None:
+        if self._is_closed:
             raise RuntimeError("this LLM is closed; make a new one to serve again")
 
 

@@ -50,7 +50,7 @@ class OracleRunner:
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.batches: list[ScheduledBatch] = []
         self.seconds_per_step = seconds_per_step
-        self.before_execute: Callable[[ScheduledBatch], None] = lambda batch: None
+        self.before_execute: Callable[[ScheduledBatch], object] = lambda batch: None
         self.errors: dict[str, str] = {}  # request id -> the error that it gets in place of a token
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -220,7 +220,7 @@ def cold_run(prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
     return request.output_ids
 
 
-def before_steps(engine: Engine, hook: Callable[[ScheduledBatch], None] | None = None) -> None:
+def before_steps(engine: Engine, hook: Callable[[ScheduledBatch], object] | None = None) -> None:
     """Call `hook` between planning and computing of every step from now on. None: no longer."""
     assert isinstance(engine.runner, OracleRunner)
     engine.runner.before_execute = hook or (lambda batch: None)

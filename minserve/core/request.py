@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
-
 MAX_LOGPROBS = 20  # best tokens reported per place: as vLLM and OpenAI have it
 
 

@@ -30,7 +30,8 @@ TILE_TOKENS = 128  # queries of one request that share a score matrix; later til
 ROUND_KEYS = 64  # key counts are rounded up to a multiple of this ...
 ROUND_QUERIES = 32  # ... and the query counts of chunks to this
 GROUP_COST_TOKENS = 1024  # launching one more group takes as long as reading so many tokens' keys and values
-MAX_GROUP_TOKENS = 8192  # keys of one group: what is gathered should still be in the CPU's cache when it is read
+MAX_GROUP_TOKENS = 8192  # keys of one group, all its requests together
+MAX_GATHER_TOKENS = 16384  # keys fetched in one go: they should still be in the CPU's cache when they are read
 
 Rows = Sequence[ScheduledRequest]
 
@@ -41,54 +42,55 @@ class Tile:
 
     num_queries: int
     num_keys: int
-    tokens: Tensor  # [n * num_queries] index into the step's tokens; padding repeats token 0
-    targets: Tensor  # [n * num_queries] the same, but padding points behind the last token
+    tokens: slice | Tensor  # which of the step's tokens; n * num_queries of them, padding repeats token 0
+    targets: slice | Tensor  # where the answers go: the same, but padding points behind the last token
     masks: dict[int | None, Tensor]  # by window: [n, 1, 1, num_queries, num_keys], 0 or -inf, in the compute type
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests whose keys and values are gathered together."""
+    """Requests whose keys have one padded length. `gathered`: their rows in what their Gather returns."""
 
     num_requests: int
-    index: Tensor  # for KVCache.gather
-    unused: Tensor  # gathered rows that hold no token
+    gathered: slice
     tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """What all layers need to know about a step, made once."""
+class Gather:
+    """Groups whose keys and values are fetched by one call of KVCache.gather, with these arguments."""
 
+    index: Tensor
+    unused: Tensor
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """What all layers need to know about a step, made once. Tokens stand in the order of `rows`, group by group."""
+
+    rows: tuple[ScheduledRequest, ...]
     num_tokens: int
     positions: Tensor  # [T] int64
     place: tuple[Tensor, Tensor]  # [T], [T]: block and offset where each token's keys and values go
-    groups: tuple[Group, ...]
+    gathers: tuple[Gather, ...]
 
     @classmethod
     def build(cls, batch: ScheduledBatch, cache: KVCache, windows: Iterable[int | None], dtype: torch.dtype) -> "AttentionMetadata":
         """Lay out a step. windows: the sliding windows that the model's layers use."""
         device, size = cache.blocks.device, cache.block_size
-        positions = [p for row in batch.rows for p in range(row.start, row.end)]
-        slots = [row.block_table[p // size] * size + p % size for row in batch.rows for p in range(row.start, row.end)]
-        first_token = dict(zip(map(id, batch.rows), _running_sum(row.num_tokens for row in batch.rows), strict=True))
-        builder = _GroupBuilder(cache, tuple(set(windows)), dtype, batch.num_tokens, first_token)
-        groups = tuple(builder.build(rows, num_queries) for rows, num_queries in plan_groups(batch.rows))
+        groups = plan_groups(batch.rows)
+        rows = tuple(row for group, _ in groups for row in group)
+        positions = [p for row in rows for p in range(row.start, row.end)]
+        slots = [row.block_table[p // size] * size + p % size for row in rows for p in range(row.start, row.end)]
+        builder = _Builder(cache, tuple(set(windows)), dtype, len(positions))
         return cls(
+            rows=rows,
             num_tokens=len(positions),
             positions=torch.tensor(positions, dtype=torch.long, device=device),
             place=cache.place(torch.tensor(slots, dtype=torch.long, device=device)),
-            groups=groups,
+            gathers=builder.build(groups),
         )
-
-
-def _running_sum(counts: Iterable[int]) -> list[int]:
-    """The sums before each number. [3, 1, 4] -> [0, 3, 4]"""
-    total, sums = 0, []
-    for count in counts:
-        sums.append(total)
-        total += count
-    return sums
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -128,52 +130,77 @@ def _decode_groups(rows: Rows) -> list[list[ScheduledRequest]]:
     return groups
 
 
-# --- what a group needs ---------------------------------------------------------------------------
+# --- what the layers need -------------------------------------------------------------------------
 
 
-class _GroupBuilder:
-    """Turns the rows of a group into tensors."""
+class _Builder:
+    """Turns groups of rows into tensors, counting tokens and gathered rows as it goes."""
 
-    def __init__(self, cache: KVCache, windows: Sequence[int | None], dtype: torch.dtype, num_tokens: int, first_token: dict[int, int]):
-        self.cache, self.windows, self.dtype = cache, windows, dtype
-        self.num_tokens, self.first_token = num_tokens, first_token
+    def __init__(self, cache: KVCache, windows: Sequence[int | None], dtype: torch.dtype, num_tokens: int):
+        self.cache, self.windows, self.dtype, self.num_tokens = cache, windows, dtype, num_tokens
         self.device = cache.blocks.device
+        self._first_token = 0  # of the group being built
 
-    def build(self, rows: Rows, num_queries: int) -> Group:
-        size = self.cache.block_size
-        num_blocks = -(-_round_up(max(row.end for row in rows), ROUND_KEYS) // size)
-        tables = [(*row.block_table, *[self.cache.null_block] * (num_blocks - len(row.block_table))) for row in rows]
-        steps = range(0, num_queries, TILE_TOKENS)
-        tiles = tuple(self._tile(rows, first, min(TILE_TOKENS, num_queries - first)) for first in steps)
-        index = self.cache.gather_index(torch.tensor(tables, device=self.device))
-        return Group(len(rows), index, self._unused(rows, num_blocks * size), tiles)
+    def build(self, groups: Sequence[tuple[Rows, int]]) -> tuple[Gather, ...]:
+        """Groups are fetched together up to MAX_GATHER_TOKENS: fewer calls, and still a bounded scratch."""
+        gathers, waiting, num_keys = [], [], 0
+        for group in groups:
+            size = len(group[0]) * self._num_keys(group[0])
+            if waiting and num_keys + size > MAX_GATHER_TOKENS:
+                gathers.append(self._gather(waiting))
+                waiting, num_keys = [], 0
+            waiting.append(group)
+            num_keys += size
+        return (*gathers, self._gather(waiting)) if waiting else ()
 
-    def _unused(self, rows: Rows, num_keys: int) -> Tensor:
-        """Gathered rows between a request's last token and the end of its last block. -> [U]"""
+    def _num_keys(self, rows: Rows) -> int:
+        """Keys per request of a group: whole blocks that hold the padded length."""
+        return _round_up(_round_up(max(row.end for row in rows), ROUND_KEYS), self.cache.block_size)
+
+    def _gather(self, groups: Sequence[tuple[Rows, int]]) -> Gather:
+        indexes, unused, built, first = [], [], [], 0
+        for rows, num_queries in groups:
+            num_blocks = self._num_keys(rows) // self.cache.block_size
+            tables = [(*row.block_table, *[self.cache.null_block] * (num_blocks - len(row.block_table))) for row in rows]
+            index = self.cache.gather_index(torch.tensor(tables, device=self.device))
+            indexes.append(index)
+            unused.append(self._unused(rows, num_blocks) + first * self.cache.block_size)
+            built.append(self._group(rows, num_queries, slice(first, first + len(index))))
+            first += len(index)
+        return Gather(torch.cat(indexes), torch.cat(unused), tuple(built))
+
+    def _unused(self, rows: Rows, num_blocks: int) -> Tensor:
+        """Gathered slots between a request's last token and the end of its last block. -> [U]"""
         size, heads = self.cache.block_size, self.cache.num_kv_heads
+        num_keys = num_blocks * size
         places = [i * heads * num_keys + p for i, row in enumerate(rows) for p in range(row.end, _round_up(row.end, size))]
-        # for keys and values and each head: the gathered rows are [2, n, K, num_keys]
-        steps = torch.tensor([[kind * len(rows) * heads + head for head in range(heads)] for kind in range(2)], device=self.device)
-        return (torch.tensor(places, dtype=torch.long, device=self.device)[:, None] + steps.flatten() * num_keys).flatten()
+        # once for keys and values of each head: gathered slots are [2, n, K, num_keys]
+        starts = [(kind * len(rows) * heads + head) * num_keys for kind in range(2) for head in range(heads)]
+        shape = dict(dtype=torch.long, device=self.device)
+        return (torch.tensor(places, **shape)[:, None] + torch.tensor(starts, **shape)).flatten()
+
+    def _group(self, rows: Rows, num_queries: int, gathered: slice) -> Group:
+        firsts = range(0, num_queries, TILE_TOKENS)
+        tiles = tuple(self._tile(rows, first, min(TILE_TOKENS, num_queries - first)) for first in firsts)
+        self._first_token += sum(row.num_tokens for row in rows)
+        return Group(len(rows), gathered, tiles)
 
     def _tile(self, rows: Rows, first: int, num_queries: int) -> Tile:
         """Queries `first` to `first + num_queries` of each row's chunk; what goes beyond a chunk is padding."""
         padded = num_queries if num_queries == 1 else _round_up(num_queries, ROUND_QUERIES)
-        tokens, targets, positions = [], [], []
+        tokens, positions, begin = [], [], self._first_token + first
         for row in rows:
             count = min(padded, row.num_tokens - first)
-            start, padding = self.first_token[id(row)] + first, padded - count
-            tokens += [*range(start, start + count), *[0] * padding]
-            targets += [*range(start, start + count), *[self.num_tokens] * padding]
-            positions.append([*range(row.start + first, row.start + first + count), *[0] * padding])
+            tokens += [*range(begin, begin + count), *[self.num_tokens] * (padded - count)]
+            positions.append([*range(row.start + first, row.start + first + count), *[0] * (padded - count)])
+            begin += row.num_tokens
         num_keys = _round_up(max(map(max, positions)) + 1, ROUND_KEYS)
-        return Tile(
-            num_queries=padded,
-            num_keys=num_keys,
-            tokens=torch.tensor(tokens, device=self.device),
-            targets=torch.tensor(targets, device=self.device),
-            masks=self._masks(torch.tensor(positions, device=self.device), num_keys),
-        )
+        masks = self._masks(torch.tensor(positions, device=self.device), num_keys)
+        if self.num_tokens not in tokens:  # no padding: the tokens lie side by side
+            together = slice(tokens[0], tokens[-1] + 1)
+            return Tile(padded, num_keys, together, together, masks)
+        targets = torch.tensor(tokens, device=self.device)
+        return Tile(padded, num_keys, targets.masked_fill(targets == self.num_tokens, 0), targets, masks)
 
     def _masks(self, positions: Tensor, num_keys: int) -> dict[int | None, Tensor]:
         """What must not be seen, for each window. positions: [n, queries] -> [n, 1, 1, queries, num_keys]"""
@@ -205,12 +232,13 @@ def paged_attention(
     if backend != "torch":
         raise ValueError(f"attention backend {backend!r} is not known; known: torch")
     q = q * scale
-    out = q.new_empty(metadata.num_tokens + 1, q.shape[1] * q.shape[2])  # the last row takes the padding's output
-    for group in metadata.groups:
-        k, v = cache.gather(layer, group.index, group.unused, group.num_requests, q.dtype)
-        for tile in group.tiles:
-            answer = _attend(q.index_select(0, tile.tokens), k, v, tile, tile.masks[window], group.num_requests)
-            out.index_copy_(0, tile.targets, answer)
+    out = q.new_empty(metadata.num_tokens + 1, q.shape[1] * q.shape[2])  # the last row takes the padding's answers
+    for gather in metadata.gathers:
+        blocks = cache.gather(layer, gather.index, gather.unused, q.dtype)  # [R, S, D]
+        for group in gather.groups:
+            k, v = blocks[group.gathered].view(2, group.num_requests * cache.num_kv_heads, -1, cache.head_dim)  # [n * K, keys, D]
+            for tile in group.tiles:
+                out[tile.targets] = _attend(q[tile.tokens], k, v, tile, tile.masks[window], group.num_requests)
     return out[:-1]
 
 

@@ -74,10 +74,10 @@ class KVCache:
         heads = torch.arange(self.num_kv_heads, device=tables.device)[:, None]
         return ((tables[:, None] * 2 + kinds) * self.num_kv_heads + heads).flatten()
 
-    def gather(self, layer: int, index: Tensor, unused: Tensor, num_requests: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of whole block tables side by side, valid until the next gather: two of [B x K, tokens, D].
+    def gather(self, layer: int, index: Tensor, unused: Tensor, dtype: torch.dtype) -> Tensor:
+        """Fetch keys and values block by block, valid until the next gather. index: [R] from `gather_index` -> [R, S, D]
 
-        index: from `gather_index`; unused: [U] rows of [2 x B x K x tokens] to be read as zeros, since 0 x NaN is NaN.
+        unused: slots of the result ([R x S]) that hold no token and are read as zeros, since 0 x NaN is NaN.
         """
         rows = self.blocks[layer].view(-1, self.block_size * self.head_dim)
         size = len(index) * rows.shape[1]
@@ -86,8 +86,7 @@ class KVCache:
         gathered = self._scratch[:size]
         torch.index_select(rows, 0, index, out=gathered.view(-1, rows.shape[1]))
         gathered.view(-1, self.head_dim).index_fill_(0, unused, 0)
-        k, v = gathered.view(2, num_requests * self.num_kv_heads, -1, self.head_dim).to(dtype).unbind()
-        return k, v
+        return gathered.view(-1, self.block_size, self.head_dim).to(dtype)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

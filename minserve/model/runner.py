@@ -9,10 +9,12 @@ reach its last known token yields no token.
 Taught in notebook 05.
 """
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
-from minserve.core.batch import ScheduledBatch, StepResult
+from minserve.core.batch import ScheduledBatch, ScheduledRequest, StepResult
 from minserve.model.attention import AttentionMetadata
 from minserve.model.decoder import Decoder
 from minserve.model.kv_cache import KVCache
@@ -31,11 +33,12 @@ class ModelRunner:
         self.cache.copy_blocks(batch.copies)
         if not batch.rows:
             return StepResult(token_ids={})
-        requests = [row.request for row in batch.rows if row.samples]
-        hidden = self.hidden(batch)
+        hidden, rows = self.hidden(batch)
+        last_tokens = [end - 1 for row, end in zip(rows, accumulate(row.num_tokens for row in rows), strict=True) if row.samples]
+        requests = [row.request for row in rows if row.samples]
         if not requests:
             return StepResult(token_ids={})
-        sampled = self.sampler.sample(self.decoder.logits(hidden[self._sampled_rows(batch)]), requests)
+        sampled = self.sampler.sample(self.decoder.logits(hidden[last_tokens]), requests)
         ids = [request.request_id for request in requests]
         return StepResult(
             token_ids={ids[row]: token for row, token in enumerate(sampled.token_ids) if row not in sampled.errors},
@@ -43,18 +46,10 @@ class ModelRunner:
             errors={ids[row]: error for row, error in sampled.errors.items()},
         )
 
-    def hidden(self, batch: ScheduledBatch) -> Tensor:
-        """Run the decoder over every token of the step. -> [T, E]"""
+    @torch.inference_mode()
+    def hidden(self, batch: ScheduledBatch) -> tuple[Tensor, tuple[ScheduledRequest, ...]]:
+        """Run the decoder over every token of the step: hidden states [T, E], and the rows in the order of their tokens."""
         decoder = self.decoder
         metadata = AttentionMetadata.build(batch, self.cache, decoder.config.windows, decoder.dtype)
-        token_ids = torch.tensor([t for row in batch.rows for t in row.token_ids], device=decoder.device)  # [T]
-        return decoder.forward(token_ids, metadata.positions, self.cache, metadata, self.backend)
-
-    def _sampled_rows(self, batch: ScheduledBatch) -> list[int]:
-        """Where in the step's tokens the last token of each row that samples stands."""
-        rows, end = [], 0
-        for row in batch.rows:
-            end += row.num_tokens
-            if row.samples:
-                rows.append(end - 1)
-        return rows
+        token_ids = torch.tensor([t for row in metadata.rows for t in row.token_ids], device=decoder.device)  # [T]
+        return decoder.forward(token_ids, metadata.positions, self.cache, metadata, self.backend), metadata.rows

@@ -115,6 +115,16 @@ class FaithfulRunner(OracleRunner):
         assert not set(ids) & set(batch.preempted_ids), f"preempted and computed in one step: {ids}, {batch.preempted_ids}"
         assert {row.request for row in batch.rows} <= set(self.scheduler.running)
         assert all(row.num_tokens <= (config.max_chunk_tokens or row.num_tokens) for row in batch.rows)
+        self._check_order(batch)
+
+    def _check_order(self, batch: ScheduledBatch) -> None:
+        """Nobody who could start is overtaken; only a sample that waits for the one it forks from lets others by."""
+        scheduler, order = self.scheduler, self.scheduler.policy.order
+        started = [name for name, words in batch.decisions if words.startswith(("starts", "resumes"))]
+        for row in batch.rows:
+            if row.request.request_id in started:
+                early = [r for r in scheduler.waiting if order(r) < order(row.request) and not scheduler._rides_on_parent(r)]
+                assert not early, f"{row.request.request_id} overtakes {[r.request_id for r in early]}"
 
     def _check_row(self, row: ScheduledRequest) -> None:
         request, table = row.request, row.block_table

@@ -22,7 +22,10 @@ from tests.oracle import FaithfulRunner, before_steps, make_engine, oracle_token
 
 # Prompts are cut from these two streams, so that they share beginnings.
 STREAMS = [[Random(stream).randrange(200) for _ in range(60)] for stream in range(2)]
-INTERRUPTIONS = ("preempt", "abort", "abort in the step", "preempt in the step", "spoil", "raise", "flush")
+CACHE = ("hits", "shared within a step", "copies", "flush")
+PRESSURE = ("shortages", "recomputed", "chunks", "mixed steps", "refused")
+ENDS = ("whole", "ended by stop", "ended by length", "ended by abort", "ended by error", "raised")
+INTERRUPTIONS = ("preempt", "abort", "abort in the step", "preempt in the step", "spoil", "raised", "flush")
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ class Play:
             if batch.rows:
                 self.runner.errors[batch.rows[interruption.index % len(batch.rows)].request.request_id] = "NaN"
                 self.seen["spoil"] += 1
-        if self._interruptions(self.step_number, "raise"):
+        if self._interruptions(self.step_number, "raised"):
             raise Interrupted
 
     # --- what must hold in the end ----------------------------------------------------------------
@@ -309,9 +312,10 @@ def play(scenario: Scenario) -> Counter[str]:
 
 
 def test_outputs_never_depend_on_scheduling():
+    """Derandomized, so that every machine tries the same runs. To try others, call play() on what scenarios() draws."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=500, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
     @given(scenarios())
     def holds(scenario: Scenario) -> None:
         happened = play(scenario)
@@ -320,4 +324,5 @@ def test_outputs_never_depend_on_scheduling():
         seen.update(happened)
 
     holds()
-    print(seen)
+    never = [name for name in (*CACHE, *PRESSURE, *ENDS, *INTERRUPTIONS) if seen[name] == 0]
+    assert not never, f"never drawn: {never}; drawn: {seen}"

@@ -9,6 +9,7 @@ failed step ends its own requests and returns their blocks, everybody else loses
 Taught in notebooks 00 and 06.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -69,8 +70,11 @@ class Engine:
         """
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else self._unused_id()
+        arrival_s = self.clock.now() if arrival_s is None else arrival_s
         try:
             self._refuse_invalid(request_id, prompt_ids, params, priority, salt)
+            if not math.isfinite(arrival_s):
+                raise InvalidRequest(f"request {request_id}: arrival_s must be a finite number, got {arrival_s}")
             requests = self._make_requests(request_id, tuple(prompt_ids), params, priority, salt, arrival_s)
             self.scheduler.add(requests)
         except InvalidRequest:
@@ -89,7 +93,7 @@ class Engine:
         return f"R{number}"
 
     def _make_requests(
-        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int, salt: str, arrival_s: float | None
+        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int, salt: str, arrival_s: float
     ) -> list[Request]:
         room = self.limits.max_model_len - len(prompt_ids)
         requests: list[Request] = []
@@ -101,7 +105,7 @@ class Engine:
                 max_total_tokens=len(prompt_ids) + min(room, params.max_tokens or room),
                 stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_ids),
                 priority=priority,
-                arrival_s=self.clock.now() if arrival_s is None else arrival_s,
+                arrival_s=arrival_s,
                 order=self._num_arrivals + index,
                 salt=salt,
                 sample_index=index,

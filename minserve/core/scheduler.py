@@ -72,6 +72,7 @@ class Scheduler:
         self.policy = policy or FirstComeFirstServed()
         self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []
+        self._families: dict[str, list[Request]] = {}  # id -> the unfinished request of that id, and those that fork from it
         self._num_steps = 0
 
     # --- coming and going ------------------------------------------------------------------------
@@ -83,6 +84,8 @@ class Scheduler:
         for request in requests:
             request.max_total_tokens = min(request.max_total_tokens, self._most_tokens)
             insort(self.waiting, request, key=self.policy.order)
+            for name in _family_names(request):
+                self._families.setdefault(name, []).append(request)
 
     @property
     def _most_tokens(self) -> int:
@@ -102,7 +105,7 @@ class Scheduler:
 
     def find(self, request_id: str) -> list[Request]:
         """The unfinished request of this id and the siblings that fork from it."""
-        return [r for r in (*self.running, *self.waiting) if request_id in (r.request_id, (r.parent or r).request_id)]
+        return list(self._families.get(request_id, ()))
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request at any moment, wherever it is. Ending it twice changes nothing."""
@@ -113,6 +116,10 @@ class Scheduler:
             self.blocks.distrust(request)
         self.blocks.release(request)
         request.status, request.finish_reason, request.error = RequestStatus.FINISHED, reason, error
+        for name in _family_names(request):
+            self._families[name].remove(request)
+            if not self._families[name]:
+                del self._families[name]
 
     # --- planning a step -------------------------------------------------------------------------
 
@@ -293,3 +300,10 @@ class Scheduler:
             held, needed = self.blocks.num_held_blocks(request), self.blocks.num_blocks_for(request.num_computed_tokens)
             assert held == needed, f"{request.request_id} has computed {request.num_computed_tokens} tokens and holds {held} blocks"
         assert self.running or self.blocks.num_used_blocks == 0, f"nothing runs, yet {self.blocks.num_used_blocks} blocks are held"
+        queued = {name for request in (*self.waiting, *self.running) for name in _family_names(request)}
+        assert queued == self._families.keys(), f"queued: {sorted(queued)}, known: {sorted(self._families)}"
+
+
+def _family_names(request: Request) -> set[str]:
+    """The ids under which a request is found: its own, and that of the one it forks from."""
+    return {request.request_id, (request.parent or request).request_id}

@@ -39,6 +39,7 @@ from tests.oracle import (
         ([5], {"request_id": 7}, "request id and salt must be strings, got 7 and ''"),
         ([5], {"request_id": ["R"]}, "request id and salt must be strings"),
         ([5], {"salt": None}, "request id and salt must be strings, got 'R0' and None"),
+        ([5], {"arrival_s": float("nan")}, "request R0: arrival_s must be a finite number, got nan"),
         ([5], {"params": SamplingParams(min_tokens=20)}, "1 prompt tokens and at least 20 output tokens make 21, max_model_len is 20"),
     ],
 )

@@ -225,6 +225,13 @@ def test_check_sees_a_line_out_of_order():
         scheduler.check()
 
 
+def test_check_sees_a_request_that_cannot_be_found():
+    scheduler, _, _ = busy_scheduler()
+    del scheduler._families["waiting"]
+    with pytest.raises(AssertionError, match=r"queued: \['running', 'waiting'\], known: \['running'\]"):
+        scheduler.check()
+
+
 def test_check_sees_blocks_of_one_who_waits():
     scheduler, _, waiting = busy_scheduler()
     scheduler.blocks.start(waiting, scheduler.blocks.find_fork(scheduler.running[0], 5))

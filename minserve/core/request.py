@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
+MAX_SAMPLES = 128  # as OpenAI has it; each is a request of its own, so an unbounded n would fill the memory
 MAX_LOGPROBS = 20  # best tokens reported per place: as vLLM and OpenAI have it
 
 
@@ -102,6 +103,8 @@ class SamplingParams:
                 _require_int(name, getattr(self, name), least)
         for token_id in (*self.stop_token_ids, *self.logit_bias):
             _require_int("a token id in stop_token_ids or logit_bias", token_id, 0)
+        if self.n > MAX_SAMPLES:
+            raise InvalidRequest(f"n must be at most {MAX_SAMPLES}, got {self.n}")
         if self.logprobs is not None and self.logprobs > MAX_LOGPROBS:
             raise InvalidRequest(f"logprobs must be at most {MAX_LOGPROBS}, got {self.logprobs}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -109,6 +109,8 @@ class Trace:
     """The records of a run. With `max_records`, the oldest steps, decisions and ended requests make room for new ones."""
 
     def __init__(self, max_records: int | None = None):
+        if max_records is not None and max_records < 1:
+            raise ValueError(f"a trace keeps at least 1 record, got max_records {max_records}")
         self.steps: deque[StepRecord] = deque(maxlen=max_records)
         self.decisions: deque[Decision] = deque(maxlen=max_records)
         self.requests: dict[str, RequestRecord] = {}

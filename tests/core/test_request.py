@@ -27,6 +27,7 @@ from minserve.core.request import FinishReason, InvalidRequest, Request, Request
         ("presence_penalty", math.nan, "presence_penalty must be a finite number, got nan"),
         ("frequency_penalty", None, "frequency_penalty must be a finite number, got None"),
         ("n", 0, "n must be an integer >= 1, got 0"),
+        ("n", 129, "n must be at most 128, got 129"),
         ("seed", -1, "seed must be an integer >= 0, got -1"),
         ("logprobs", -1, "logprobs must be an integer >= 0, got -1"),
         ("logprobs", 21, "logprobs must be at most 20, got 21"),

@@ -306,6 +306,11 @@ def test_a_decision_on_an_aborted_request_is_not_kept_for_ever():
     assert list(engine.trace.requests) == ["R4"] and len(engine.trace.decisions) == 1
 
 
+def test_a_trace_keeps_at_least_one_record():
+    with pytest.raises(ValueError, match="a trace keeps at least 1 record, got max_records 0"):
+        Trace(max_records=0)
+
+
 def test_a_trace_without_a_bound_keeps_everything():
     engine = busy_run()
     assert engine.trace.steps.maxlen is None and len(engine.trace.requests) == 20

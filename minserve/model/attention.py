@@ -247,12 +247,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, mask: Tensor, num_reque
 
     The H / K query heads of a KV head and the queries of the tile together are the rows of one product per KV head.
     """
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads = len(k) // num_requests
-    shape = (num_requests, num_kv_heads, num_heads // num_kv_heads, tile.num_queries)
-    by_head = q.view(num_requests, tile.num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # [n, K, H/K, queries, D]
-    k, v = k[:, : tile.num_keys], v[:, : tile.num_keys]
-    scores = torch.bmm(by_head.reshape(len(k), -1, head_dim), k.transpose(1, 2))  # [n * K, H/K * queries, keys]
-    scores.view(*shape, tile.num_keys).add_(mask)
-    answer = torch.bmm(torch.softmax(scores, dim=-1), v)
-    return answer.view(*shape, head_dim).permute(0, 3, 1, 2, 4).reshape(len(q), -1)
+    num_queries, num_keys, (_, num_heads, head_dim) = tile.num_queries, tile.num_keys, q.shape
+    shape = (num_requests, len(k) // num_requests, num_heads * num_requests // len(k), num_queries)  # n, K, H / K, queries
+    if num_queries > 1:
+        q = q.view(num_requests, num_queries, *shape[1:3], head_dim).permute(0, 2, 3, 1, 4)  # [n, K, H / K, queries, D]
+    if num_keys < k.shape[1]:
+        k, v = k[:, :num_keys], v[:, :num_keys]
+    scores = torch.bmm(q.reshape(len(k), -1, head_dim), k.transpose(1, 2))  # [n * K, H / K * queries, keys]
+    scores.view(*shape, num_keys).add_(mask)
+    answer = torch.bmm(torch.softmax(scores, dim=-1), v)  # [n * K, H / K * queries, D]
+    if num_queries > 1:
+        answer = answer.view(*shape, head_dim).permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]
+    return answer.reshape(num_requests * num_queries, num_heads * head_dim)

@@ -79,8 +79,8 @@ class Decoder:
         turn = rotation(positions, self._frequencies, self._rope_factor)
         x = F.embedding(token_ids, self.embedding)  # [T, E]
         for i, layer in enumerate(self.layers):
-            q, k, v = self._project(layer, self._normed(x, layer.attention_norm), turn)
-            cache.write(i, k, v, metadata.place)
+            q, kv = self._project(layer, self._normed(x, layer.attention_norm), turn)
+            cache.write(i, kv, metadata.place)
             attended = paged_attention(q, cache, i, metadata, self.scale, layer.window, backend)  # [T, H * D]
             x = x + layer.output(attended)
             gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)  # [T, I] each
@@ -92,19 +92,19 @@ class Decoder:
         """hidden: [R, E], the rows that need a next token -> [R, V] in the compute type"""
         return self.head(hidden)
 
-    def _project(self, layer: Layer, x: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, the first two turned to their positions. x: [T, E] -> [T, H, D], [T, K, D], [T, K, D]"""
+    def _project(self, layer: Layer, x: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+        """Queries, and keys and values together; q and k turned to their positions. x: [T, E] -> [T, H, D], [T, 2, K, D]"""
         c = self.config
-        heads = layer.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + 2K, D]
-        q, k, v = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
+        heads = layer.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + K + K, D]
         if layer.q_norm is not None and layer.k_norm is not None:
+            q, k, _ = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
             q.copy_(self._normed(q, layer.q_norm))
             k.copy_(self._normed(k, layer.k_norm))
         rotate_(heads[:, : c.num_heads + c.num_kv_heads], turn)  # q and k in one go
-        return q, k, v
+        return heads[:, : c.num_heads], heads[:, c.num_heads :].unflatten(1, (2, c.num_kv_heads))
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.norm_eps)
+        return torch.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
 
 class _Loader:

@@ -48,7 +48,10 @@ class KVCache:
         # Not zeroed: the operating system hands out the memory when a block is first written.
         self.blocks = torch.empty(shape, dtype=FORMATS[kv_format], device=device)  # [L, N+1, 2, K, S, D]
         self.blocks[:, self.null_block] = 0
-        self._scratch = torch.empty(0, dtype=self.blocks.dtype, device=device)
+        # The same memory as each layer writes it, by block and slot, and as it reads it, a head's whole block at a time.
+        self._written = list(self.blocks.permute(0, 1, 4, 2, 3, 5))  # L of [N+1, S, 2, K, D]
+        self._read = list(self.blocks.view(config.num_layers, -1, block_size * config.head_dim))  # L of [(N+1) * 2 * K, S * D]
+        self._scratch = self._read[0].new_empty(0, block_size * config.head_dim)
 
     @property
     def null_block(self) -> int:
@@ -62,11 +65,9 @@ class KVCache:
         """Block and offset of each slot id, made once a step. slots: [T], slot id = block x S + offset"""
         return slots // self.block_size, slots % self.block_size
 
-    def write(self, layer: int, k: Tensor, v: Tensor, place: tuple[Tensor, Tensor]) -> None:
-        """Store the keys and values of a step's tokens. k, v: [T, K, D]; place: from `place(slots)`"""
-        for index, new in enumerate((k, v)):
-            stored = self.blocks[layer, :, index].transpose(1, 2)  # [N+1, S, K, D]
-            stored.index_put_(place, new.to(stored.dtype))
+    def write(self, layer: int, kv: Tensor, place: tuple[Tensor, Tensor]) -> None:
+        """Store the keys and values of a step's tokens. kv: [T, 2, K, D], keys first; place: from `place(slots)`"""
+        self._written[layer].index_put_(place, kv.to(self.blocks.dtype))
 
     def gather_index(self, tables: Tensor) -> Tensor:
         """Rows of a layer that `gather` reads for these block tables, made once a step. tables: [B, blocks] -> [2 B K blocks]"""
@@ -79,12 +80,9 @@ class KVCache:
 
         unused: slots of the result ([R x S]) that hold no token and are read as zeros, since 0 x NaN is NaN.
         """
-        rows = self.blocks[layer].view(-1, self.block_size * self.head_dim)
-        size = len(index) * rows.shape[1]
-        if self._scratch.numel() < size:  # one scratch for all layers: fresh memory each time costs a page fault per 4 KiB
-            self._scratch = torch.empty(size, dtype=rows.dtype, device=rows.device)
-        gathered = self._scratch[:size]
-        torch.index_select(rows, 0, index, out=gathered.view(-1, rows.shape[1]))
+        if len(self._scratch) < len(index):  # one for all layers: fresh memory each time would cost a page fault per 4 KiB
+            self._scratch = self._scratch.new_empty(len(index), self._scratch.shape[1])
+        gathered = torch.index_select(self._read[layer], 0, index, out=self._scratch[: len(index)])
         gathered.view(-1, self.head_dim).index_fill_(0, unused, 0)
         return gathered.view(-1, self.block_size, self.head_dim).to(dtype)
 

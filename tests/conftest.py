@@ -1,8 +1,11 @@
-"""What several test files share."""
+"""What several test files share. Tiny tensors gain nothing from threads, and lose much on a busy machine: one thread for all."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 
 @pytest.fixture(scope="session")

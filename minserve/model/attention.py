@@ -176,7 +176,7 @@ class _Builder:
         places = [i * heads * num_keys + p for i, row in enumerate(rows) for p in range(row.end, _round_up(row.end, size))]
         # once for keys and values of each head: gathered slots are [2, n, K, num_keys]
         starts = [(kind * len(rows) * heads + head) * num_keys for kind in range(2) for head in range(heads)]
-        shape = dict(dtype=torch.long, device=self.device)
+        shape = {"dtype": torch.long, "device": self.device}
         return (torch.tensor(places, **shape)[:, None] + torch.tensor(starts, **shape)).flatten()
 
     def _group(self, rows: Rows, num_queries: int, gathered: slice) -> Group:

@@ -1,0 +1,189 @@
+import math
+import random
+
+import pytest
+import torch
+
+from minserve.core.batch import ScheduledBatch
+from minserve.model import attention
+from minserve.model.attention import AttentionMetadata, paged_attention, plan_groups
+from minserve.model.kv_cache import KVCache
+from tests.model.tiny_net import batch_of, full_logits, make_runner, request, row_logits, tiny_config, tiny_decoder, tokens_for
+
+D = 32
+SCALE = D**-0.5
+MIXES = {
+    "decodes of many lengths": [(n - 1, n) for n in (1, 2, 16, 17, 33, 64, 65, 130, 200)],
+    "prompts": [(0, 1), (0, 5), (0, 16), (0, 100), (0, 129), (0, 300)],
+    "chunks with history": [(16, 40), (37, 165), (7, 8), (100, 300)],
+    "everything": [(0, 33), (40, 41), (16, 48), (99, 100), (0, 200), (150, 290), (63, 64)],
+}
+
+
+def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window: int | None) -> torch.Tensor:
+    """One request, one query token and head at a time. q: [t, H, D]; k, v: [end, K, D] -> [t, H * D]"""
+    group = q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    for i in range(len(q)):
+        seen = slice(max(0, start + i + 1 - window) if window else 0, start + i + 1)
+        for head in range(q.shape[1]):
+            weights = torch.softmax(k[seen, head // group] @ q[i, head] * SCALE, dim=0)
+            out[i, head] = weights @ v[seen, head // group]
+    return out.flatten(1)
+
+
+def scenario(chunks: list[tuple[int, int]], num_heads: int, num_kv_heads: int, size: int, seed: int = 0):
+    """Requests computed up to `start` that now compute [start, end), with random keys and values in scattered blocks."""
+    torch.manual_seed(seed)
+    config = tiny_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=D, num_layers=1)
+    num_blocks = sum(-(-end // size) for _, end in chunks) + 3
+    cache = KVCache(config, num_blocks, size, "fp32")
+    cache.blocks[:, :num_blocks] = torch.nan  # whatever is not written is poison
+    free = random.Random(seed).sample(range(num_blocks), num_blocks)
+    rows, kvs = [], {}
+    for i, (start, end) in enumerate(chunks):
+        table = [free.pop() for _ in range(-(-end // size))]
+        rows.append((request(f"R{i}", [1] * end), start, end, table))
+        kvs[f"R{i}"] = kv = torch.randn(end, 2, num_kv_heads, D)
+        slots = torch.tensor([table[p // size] * size + p % size for p in range(end)])
+        cache.write(0, kv, cache.place(slots))
+    queries = {f"R{i}": torch.randn(end - start, num_heads, D) for i, (start, end) in enumerate(chunks)}
+    return cache, batch_of(*rows), queries, kvs
+
+
+def attend(cache: KVCache, batch: ScheduledBatch, queries: dict[str, torch.Tensor], window: int | None = None) -> dict[str, torch.Tensor]:
+    metadata = AttentionMetadata.build(batch, cache, {window}, torch.float32)
+    q = torch.cat([queries[row.request.request_id] for row in metadata.rows])
+    out = paged_attention(q, cache, 0, metadata, SCALE, window)
+    pieces = out.split([row.num_tokens for row in metadata.rows])
+    return {row.request.request_id: piece for row, piece in zip(metadata.rows, pieces, strict=True)}
+
+
+@pytest.mark.parametrize("chunks", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("window", [None, 7, 70])
+def test_any_mix_equals_one_request_at_a_time(chunks, window):
+    cache, batch, queries, kvs = scenario(chunks, num_heads=4, num_kv_heads=2, size=16)
+    got = attend(cache, batch, queries, window)
+    for row in batch.rows:
+        name = row.request.request_id
+        k, v = kvs[name].unbind(1)
+        torch.testing.assert_close(got[name], naive(queries[name], k, v, row.start, window), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, 32])
+def test_any_block_size(size):
+    cache, batch, queries, kvs = scenario(MIXES["everything"], num_heads=2, num_kv_heads=1, size=size, seed=size)
+    got = attend(cache, batch, queries)
+    for row in batch.rows:
+        name = row.request.request_id
+        torch.testing.assert_close(got[name], naive(queries[name], kvs[name][:, 0], kvs[name][:, 1], row.start, None), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(12, 12), (32, 8), (28, 4), (4, 1)])
+@pytest.mark.parametrize("chunk", [(0, 3), (16, 17)])
+def test_case_70_each_query_head_reads_its_kv_head(num_heads, num_kv_heads, chunk):
+    """Values of KV head h are all h, so the output of a query head is the number of the head that it read."""
+    cache, batch, queries, _ = scenario([chunk], num_heads, num_kv_heads, size=16)
+    cache.blocks[0, :-1] = torch.arange(num_kv_heads).float()[:, None, None]
+    out = attend(cache, batch, queries)["R0"].view(-1, num_heads, D)[-1, :, 0]
+    assert out.round().tolist() == [head // (num_heads // num_kv_heads) for head in range(num_heads)]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_case_68_garbage_behind_the_last_token_changes_nothing(window):
+    """17 tokens in blocks of 16: 15 unused slots, and the rest of the pool, hold five different things."""
+    results = []
+    for garbage in (0.0, 1e3, -1e3, math.inf, math.nan):
+        cache, batch, queries, kvs = scenario([(16, 17), (0, 17), (16, 19)], num_heads=4, num_kv_heads=2, size=16)
+        cache.blocks[:, : cache.num_blocks] = garbage
+        for row in batch.rows:
+            slots = torch.tensor([row.block_table[p // 16] * 16 + p % 16 for p in range(row.end)])
+            cache.write(0, kvs[row.request.request_id], cache.place(slots))
+        results.append(attend(cache, batch, queries, window))
+    for other in results[1:]:
+        assert all(torch.equal(results[0][name], other[name]) for name in results[0])
+    assert all(bool(answer.isfinite().all()) for answer in results[0].values())
+
+
+def test_case_67_a_chunk_sees_only_what_is_computed_so_far():
+    """40 tokens in chunks of 16 over a cache of NaN: finite, and the same as in one piece."""
+    decoder, token_ids = tiny_decoder(), tokens_for(1, 40)
+    runner = make_runner(decoder, num_blocks=5)
+    runner.cache.blocks[:, :5] = torch.nan
+    pieces = []
+    for start in (0, 16, 32):
+        end = min(40, start + 16)
+        table = [4, 1, 3][: -(-end // 16)]
+        pieces.append(row_logits(runner, batch_of((request("R", token_ids), start, end, table)))["R"])
+    got = torch.cat(pieces)
+    assert bool(got.isfinite().all())
+    torch.testing.assert_close(got, full_logits(decoder, token_ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (8, 3), tuple(range(1, 9))])
+def test_case_77_requests_of_a_batch_keep_to_their_own_slots(lengths):
+    decoder = tiny_decoder()
+    runner = make_runner(decoder, block_size=4)
+    rows, used = [], 0
+    for i, length in enumerate(lengths):
+        num_blocks = -(-length // 4)
+        rows.append((request(f"R{i}", tokens_for(i, length)), 0, length, range(used, used + num_blocks)))
+        used += num_blocks
+    batch = batch_of(*rows)
+    metadata = AttentionMetadata.build(batch, runner.cache, {None}, torch.float32)
+    slots = (metadata.place[0] * 4 + metadata.place[1]).tolist()
+    assert len(set(slots)) == sum(lengths)
+    got = row_logits(runner, batch)
+    for row in batch.rows:
+        alone = full_logits(decoder, row.token_ids, block_size=4)
+        torch.testing.assert_close(got[row.request.request_id], alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_may_read_slots_that_an_earlier_row_of_the_step_writes():
+    """Two requests with the same 32 tokens in front: the first writes blocks 0 and 1, the second computes its last 8 tokens only."""
+    decoder, prefix = tiny_decoder(), tokens_for(1, 32)
+    a, b = [*prefix, *tokens_for(2, 5)], [*prefix, *tokens_for(3, 8)]
+    runner = make_runner(decoder)
+    runner.cache.blocks[:, :64] = torch.nan
+    got = row_logits(runner, batch_of((request("A", a), 0, 37, [0, 1, 2]), (request("B", b), 32, 40, [0, 1, 3])))
+    torch.testing.assert_close(got["A"], full_logits(decoder, a), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got["B"], full_logits(decoder, b)[32:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_large_step_is_gathered_in_several_goes(monkeypatch):
+    monkeypatch.setattr(attention, "MAX_GATHER_TOKENS", 256)
+    cache, batch, queries, kvs = scenario(MIXES["everything"], num_heads=4, num_kv_heads=2, size=16)
+    assert len(AttentionMetadata.build(batch, cache, {None}, torch.float32).gathers) > 2
+    got = attend(cache, batch, queries)
+    for row in batch.rows:
+        name = row.request.request_id
+        torch.testing.assert_close(got[name], naive(queries[name], kvs[name][:, 0], kvs[name][:, 1], row.start, None), atol=1e-5, rtol=1e-4)
+
+
+def test_groups_hold_every_row_once_and_carry_bounded_padding():
+    lengths = random.Random(3).choices(range(1, 2000), k=100)
+    chunks = [(0, 70), (0, 68), (64, 200), (0, 400), (5, 7)]
+    batch = batch_of(*[(request(f"R{i}", [1] * e), s, e, ()) for i, (s, e) in enumerate([(n - 1, n) for n in lengths] + chunks)])
+    groups = plan_groups(batch.rows)
+    names = [row.request.request_id for rows, _ in groups for row in rows]
+    assert sorted(names) == sorted(row.request.request_id for row in batch.rows)
+    for rows, num_queries in groups:
+        num_keys = max(row.end for row in rows)
+        assert len(rows) == 1 or len(rows) * num_keys <= attention.MAX_GROUP_TOKENS
+        if num_queries == 1:
+            rounding = attention.ROUND_KEYS * len(rows)
+            assert sum(num_keys - row.end for row in rows) <= attention.GROUP_COST_TOKENS + rounding
+    assert [len(rows) for rows, num_queries in groups if num_queries == 96] == [2], "chunks of one shape go together"
+
+
+def test_positions_follow_the_rows():
+    cache, batch, _, _ = scenario([(16, 20), (6, 7)], num_heads=2, num_kv_heads=1, size=16)
+    metadata = AttentionMetadata.build(batch, cache, {None}, torch.float32)
+    assert metadata.positions.tolist() == [6, 16, 17, 18, 19]  # decodes first
+
+
+def test_an_unknown_backend_is_refused():
+    cache, batch, queries, _ = scenario([(0, 3)], num_heads=2, num_kv_heads=1, size=16)
+    metadata = AttentionMetadata.build(batch, cache, {None}, torch.float32)
+    with pytest.raises(ValueError, match="'cuda' is not known"):
+        paged_attention(queries["R0"], cache, 0, metadata, SCALE, backend="cuda")

@@ -2,10 +2,12 @@
 
 The oracle stores one number per slot: v(i) = (31 v(i-1) + token(i) + 7) mod 1,000,003, where v(i-1) is read back through the
 block table. Its next token is the sum of (j+1) v(j) over all slots, mod 211. A wrong, missing or stale slot changes the text.
+At a temperature above 0 a number that depends on the request's seed and the place in its output is added.
 
 `oracle_tokens` gives the same tokens without any engine, so that the engine is never its own witness.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from random import Random
@@ -31,15 +33,23 @@ def oracle_values(token_ids: Iterable[int]) -> list[int]:
     return list(accumulate(token_ids, oracle_value, initial=0))[1:]
 
 
-def oracle_tokens(prompt_ids: Sequence[int], max_tokens: int) -> list[int]:
-    """The oracle's first `max_tokens` output tokens, by arithmetic alone."""
+def oracle_tokens(prompt_ids: Sequence[int], max_tokens: int, draw: Callable[[int], int] = lambda place: 0) -> list[int]:
+    """The oracle's first `max_tokens` output tokens, by arithmetic alone. `draw` is a request's `draws`, or nothing: greedy."""
     values, tokens = oracle_values(prompt_ids), []
     total = sum((j + 1) * v for j, v in enumerate(values))
-    for _ in range(max_tokens):
-        tokens.append(total % VOCAB_SIZE)
+    for place in range(max_tokens):
+        tokens.append((total + draw(place)) % VOCAB_SIZE)
         values.append(oracle_value(values[-1], tokens[-1]))
         total += len(values) * values[-1]
     return tokens
+
+
+def draws(request: Request) -> Callable[[int], int]:
+    """What chance adds to the oracle's token at each place of the output: nothing for a greedy request."""
+    seed = request.seed if request.params.seed is None else request.params.seed
+    if request.params.is_greedy:
+        return lambda place: 0
+    return lambda place: Random(f"{seed}:{request.sample_index}:{place}").randrange(VOCAB_SIZE)
 
 
 class OracleRunner:
@@ -51,6 +61,7 @@ class OracleRunner:
         self.batches: list[ScheduledBatch] = []
         self.seconds_per_step = seconds_per_step
         self.before_execute: Callable[[ScheduledBatch], object] = lambda batch: None
+        self.num_draws = Counter[str]()
         self.errors: dict[str, str] = {}  # request id -> the error that it gets in place of a token
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -63,7 +74,7 @@ class OracleRunner:
             for position, token_id in enumerate(row.token_ids, start=row.start):
                 before = self._read(row.block_table, position - 1) if position else 0
                 self.slots[row.block_table[position // size] * size + position % size] = oracle_value(before, token_id)
-        tokens = {row.request.request_id: self._next_token(row.block_table, row.end) for row in batch.rows if row.samples}
+        tokens = {row.request.request_id: self._next_token(row) for row in batch.rows if row.samples}
         errors = {
             row.request.request_id: self.errors[row.request.request_id] for row in batch.rows if row.request.request_id in self.errors
         }
@@ -74,8 +85,11 @@ class OracleRunner:
         assert value is not None, f"position {position} is read before it was written"
         return value
 
-    def _next_token(self, table: Sequence[int], end: int) -> int:
-        return sum((j + 1) * self._read(table, j) for j in range(end)) % VOCAB_SIZE
+    def _next_token(self, row: ScheduledRequest) -> int:
+        request = row.request
+        self.num_draws[request.request_id] += not request.params.is_greedy
+        best = sum((j + 1) * self._read(row.block_table, j) for j in range(row.end))
+        return (best + draws(request)(request.num_output_tokens)) % VOCAB_SIZE
 
 
 class FaithfulRunner(OracleRunner):
@@ -152,25 +166,6 @@ class FaithfulRunner(OracleRunner):
         assert len(set(targets)) == len(targets) and not sources & set(targets), f"copies get in each other's way: {batch.copies}"
         for target in targets:
             assert [target in row.block_table for row in batch.rows].count(True) == 1, f"block {target} is copied for nobody"
-
-
-class DrawingRunner(OracleRunner):
-    """The oracle at temperature 1: a token depends on the slots, the request's seed and its place in the output. Counts its draws."""
-
-    def __init__(self, num_blocks: int, block_size: int, seconds_per_step: float = 1.0):
-        super().__init__(num_blocks, block_size, seconds_per_step)
-        self.num_draws: dict[str, int] = {}
-
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        best = super().execute(batch)
-        return StepResult({r.request.request_id: self._draw(r.request, best) for r in batch.rows if r.samples}, elapsed_s=best.elapsed_s)
-
-    def _draw(self, request: Request, best: StepResult) -> int:
-        name = request.request_id
-        self.num_draws[name] = self.num_draws.get(name, 0) + 1
-        seed = request.seed if request.params.seed is None else request.params.seed
-        place = Random(f"{seed}:{request.sample_index}:{request.num_output_tokens}")
-        return (best.token_ids[name] + place.randrange(VOCAB_SIZE)) % VOCAB_SIZE
 
 
 class ScriptedRunner:
@@ -261,7 +256,7 @@ def add_one(engine: Engine, prompt_ids: Iterable[int], max_tokens: int, **option
 
 def is_cold(request: Request, max_tokens: int) -> bool:
     """True if the request's output is all of its cold run."""
-    return request.output_ids == oracle_tokens(request.prompt_ids, max_tokens)
+    return request.output_ids == oracle_tokens(request.prompt_ids, max_tokens, draws(request))
 
 
 def assert_idle(engine: Engine) -> None:

@@ -3,12 +3,13 @@
 import pytest
 
 from minserve.core.block_manager import BlockManager
-from minserve.core.engine import Engine, EngineStalled
+from minserve.core.engine import EngineStalled
 from minserve.core.request import Request, RequestStatus, SamplingParams
 from tests.oracle import (
-    DrawingRunner,
+    OracleRunner,
     add_one,
     assert_idle,
+    batches_of,
     faithful_engine,
     is_cold,
     make_engine,
@@ -76,31 +77,26 @@ def test_case_59_a_run_that_can_never_go_on_says_so():
     assert engine.run() == [request] and is_cold(request, 2)
 
 
-def drawing_engine() -> tuple[Engine, DrawingRunner]:
-    runner = DrawingRunner(64, 4)
-    return make_engine(64, 4, runner=runner), runner
-
-
 def test_case_61_a_seeded_request_goes_on_with_its_own_stream():
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=42)
 
-    engine, _ = drawing_engine()
+    engine = faithful_engine(64, 4)
     [undisturbed] = engine.add(range(9), params)
     run_checked(engine)
 
-    engine, runner = drawing_engine()
+    engine = faithful_engine(64, 4)
     [preempted] = engine.add(range(9), params)
     for _ in range(5):
         step_checked(engine)
     engine.scheduler.preempt(preempted)
     run_checked(engine)
-    assert runner.num_draws == {"R0": 20}
+    assert isinstance(engine.runner, OracleRunner) and engine.runner.num_draws == {"R0": 20}
 
-    engine, runner = drawing_engine()
+    engine = faithful_engine(64, 4)
     engine.add(range(50, 60), SamplingParams(max_tokens=4, temperature=1.0, seed=1))
     [moved] = engine.add(range(9), params)
     run_checked(engine)
-    places = [[row.request for row in batch.rows].index(moved) for batch in runner.batches]
+    places = [[row.request for row in batch.rows].index(moved) for batch in batches_of(engine)]
     assert places == [1] * 4 + [0] * 16
 
     assert undisturbed.output_ids == preempted.output_ids == moved.output_ids
@@ -167,7 +163,7 @@ def test_a_preemption_in_the_middle_of_a_prompt(after: int):
 
 
 def test_a_preemption_between_plan_and_result_loses_only_that_step():
-    engine, _ = drawing_engine()
+    engine = faithful_engine(64, 4)
     request = add_one(engine, range(9), 5)
     scheduler = engine.scheduler
     step_checked(engine)

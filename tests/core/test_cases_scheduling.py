@@ -1,10 +1,12 @@
 """Kind C of the cases from real bug reports: admission, capacity, chunking, fairness."""
 
+from collections import Counter
+
 import pytest
 
 from minserve.core.request import Request, RequestTooLong, SamplingParams
 from tests.oracle import (
-    DrawingRunner,
+    OracleRunner,
     add_one,
     assert_idle,
     batches_of,
@@ -141,8 +143,8 @@ def test_case_49_the_last_chunk_ends_on_a_block_boundary(token_budget: int, num_
 
 @pytest.mark.parametrize("token_budget", [8, 16, 24, 1_000])
 def test_case_50_only_the_last_chunk_draws(token_budget: int):
-    def run(token_budget: int) -> tuple[Request, dict[str, int]]:
-        runner = DrawingRunner(16, 4)
+    def run(token_budget: int) -> tuple[Request, Counter[str]]:
+        runner = OracleRunner(16, 4)
         engine = make_engine(16, 4, runner=runner, token_budget=token_budget)
         [request] = engine.add(range(40), SamplingParams(max_tokens=10, temperature=1.0, seed=7))
         run_checked(engine)
@@ -331,6 +333,34 @@ def test_a_sample_goes_its_own_way_when_its_first_one_is_gone():
         run_checked(engine)
         assert all(is_cold(s, 3) for s in samples)
         assert samples[1].num_cached_tokens == (8 if prefix_caching else 0)
+
+
+def test_a_sample_that_forks_late_names_its_own_blocks():
+    """The first one is blocks ahead when the second one forks: its later blocks are not the second one's."""
+    engine = faithful_engine(64, 2, max_running=2)
+    add_one(engine, range(100, 103), 4)
+    first, second = engine.add(range(5), SamplingParams(max_tokens=9, n=2, temperature=1.0, seed=3))
+    while not second.num_output_tokens:
+        step_checked(engine)
+    assert first.num_computed_tokens >= 8 and not first.is_finished
+    run_checked(engine)
+    assert is_cold(first, 9) and is_cold(second, 9) and first.output_ids != second.output_ids
+    for sample in (first, second):
+        again = add_one(engine, sample.token_ids, 3)
+        run_checked(engine)
+        assert again.num_cached_tokens == 12 and is_cold(again, 3)
+
+
+def test_an_admission_counts_the_copy_of_a_shared_last_block():
+    """The sample shares both blocks of the prompt, and still needs one more: its copy of the second one."""
+    engine = faithful_engine(2, 4)
+    samples = engine.add(range(7), SamplingParams(max_tokens=2, n=2))
+    step_checked(engine)
+    assert [d.words for d in engine.trace.why("R0#1")] == ["waits: R0 computes its prompt"]
+    step_checked(engine)
+    assert [d.words for d in engine.trace.why("R0#1")][1:] == ["waits: needs 1 block, 0 free"]
+    run_checked(engine)
+    assert all(is_cold(s, 2) for s in samples)
 
 
 def test_one_token_prompts_fork_too():

@@ -18,7 +18,7 @@ from minserve.core.prefix_cache import hash_block
 from minserve.core.request import FinishReason, Request, RequestStatus, RequestTooLong, SamplingParams
 from minserve.core.scheduler import StepOutput
 from minserve.core.trace import num_recomputed_tokens
-from tests.oracle import FaithfulRunner, before_steps, make_engine, oracle_tokens
+from tests.oracle import FaithfulRunner, before_steps, draws, make_engine, oracle_tokens
 
 # Prompts are cut from these two streams, so that they share beginnings.
 STREAMS = [[Random(stream).randrange(200) for _ in range(60)] for stream in range(2)]
@@ -69,11 +69,17 @@ def arrivals() -> st.SearchStrategy[Arrival]:
         st.lists(st.integers(0, 2), max_size=3),
     )
     params = st.builds(
-        lambda max_tokens, n, stops, least: SamplingParams(
-            max_tokens=max_tokens, n=n, stop_token_ids=range(0, 211, 9) if stops else (), min_tokens=min(least, max_tokens)
+        lambda max_tokens, n, temperature, stops, least: SamplingParams(
+            max_tokens=max_tokens,
+            n=n,
+            temperature=temperature,
+            seed=7,
+            stop_token_ids=range(0, 211, 9) if stops else (),
+            min_tokens=min(least, max_tokens),
         ),
         st.integers(1, 14),
         st.sampled_from([1, 1, 2, 3]),
+        st.sampled_from([0.0, 1.0]),
         st.booleans(),
         st.integers(0, 3),
     )
@@ -227,7 +233,7 @@ class Play:
                 self.seen["whole"] += 1
                 assert (request.output_ids, request.finish_reason) == expected(request, self.engine.scheduler.blocks.num_slots)
             else:
-                cold = oracle_tokens(request.prompt_ids, request.num_output_tokens)
+                cold = oracle_tokens(request.prompt_ids, request.num_output_tokens, draws(request))
                 assert request.output_ids == cold, "what an ended request had said is right, too"
 
     def check_trace(self) -> None:
@@ -295,7 +301,7 @@ def expected(request: Request, num_slots: int) -> tuple[list[int], FinishReason]
     """The cold run, by arithmetic: as far as max_tokens and the pool allow, or to the first stop token that counts."""
     params = request.params
     room = min(params.max_tokens or num_slots, num_slots + 1 - request.num_prompt_tokens)
-    tokens = oracle_tokens(request.prompt_ids, room)
+    tokens = oracle_tokens(request.prompt_ids, room, draws(request))
     for place, token_id in enumerate(tokens, start=1):
         if token_id in params.stop_token_ids and place >= params.min_tokens:
             return tokens[:place], FinishReason.STOP

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from minserve.core.batch import StepResult
-from minserve.core.block_manager import BlockManager
+from minserve.core.block_manager import BlockManager, Share
 from minserve.core.request import FinishReason, InvalidRequest, Request, RequestStatus, RequestTooLong, SamplingParams, TokenLogprob
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 
@@ -88,6 +88,46 @@ def test_decodes_come_before_chunks_and_chunks_before_newcomers():
     scheduler.update(batch, StepResult({"long": 7}))
     batch = scheduler.schedule()
     assert [(r.request.request_id, r.num_tokens) for r in batch.rows] == [("long", 1), ("short", 3)]
+
+
+def test_a_decode_comes_before_the_chunk_of_an_older_prompt():
+    scheduler = make_scheduler(num_blocks=64, token_budget=4, max_chunk_tokens=3)
+    scheduler.add([make_request("long", num_tokens=30, max_total_tokens=40)])
+    scheduler.add([make_request("short", num_tokens=1, max_total_tokens=9, order=1)])
+    answer(scheduler)
+    scheduler.config = SchedulerConfig(token_budget=2)
+    batch = scheduler.schedule()
+    assert [(r.request.request_id, r.num_tokens) for r in batch.rows] == [("short", 1), ("long", 1)]
+
+
+def test_the_first_ones_come_first_even_after_a_preemption():
+    scheduler = make_scheduler(token_budget=3)
+    requests = [make_request(name, num_tokens=1, max_total_tokens=9, order=i) for i, name in enumerate("abc")]
+    scheduler.add(requests)
+    answer(scheduler)
+    scheduler.preempt(requests[0])
+    answer(scheduler)  # two decodes leave one token, and "a" needs two
+    answer(scheduler)
+    assert [r.request_id for r in scheduler.running] == ["b", "c", "a"]
+    scheduler.config = SchedulerConfig(token_budget=2)
+    assert [r.request.request_id for r in scheduler.schedule().rows] == ["a", "b"]
+
+
+def test_what_a_preempted_request_was_to_compute_is_given_to_those_behind():
+    scheduler = make_scheduler(num_blocks=32, block_size=2, token_budget=7, max_chunk_tokens=3)
+    first, second = (make_request(name, num_tokens=12, max_total_tokens=14, order=i, salt=name) for i, name in enumerate("ab"))
+    young = make_request("young", num_tokens=1, max_total_tokens=14, order=2)
+    scheduler.add([first, second, young])
+    for _ in range(3):
+        answer(scheduler)
+    assert [r.num_computed_tokens for r in (first, second, young)] == [9, 9, 3]
+    holder = make_request("holder", num_tokens=2 * scheduler.blocks.num_free_blocks)
+    scheduler.blocks.start(holder, Share())
+    scheduler.blocks.grow(holder, holder.num_tokens)
+    scheduler.config = SchedulerConfig(token_budget=5, max_chunk_tokens=3)
+    batch = scheduler.schedule()  # 1 for the young one, 3 for the first, who needs its block: 5 - 3 are left for the second
+    assert batch.preempted_ids == ("young",)
+    assert [(r.request.request_id, r.num_tokens) for r in batch.rows] == [("a", 3), ("b", 2)]
 
 
 def test_a_budget_smaller_than_the_decodes_serves_the_first_ones():

@@ -1,0 +1,81 @@
+"""The property test of tests/core/test_independence.py, for a sample, on a real net: fp32 greedy tokens are those of the cold run."""
+
+from collections import Counter
+from random import Random
+
+from minserve.core.block_manager import BlockManager
+from minserve.core.clock import VirtualClock
+from minserve.core.engine import Engine, ModelLimits
+from minserve.core.request import FinishReason, Request, SamplingParams
+from minserve.core.scheduler import Scheduler, SchedulerConfig
+from minserve.model.decoder import Decoder
+from tests.model.tiny_net import make_runner, tiny_decoder, tokens_for
+
+STREAMS = [tokens_for(seed, 80) for seed in range(2)]  # prompts begin alike, so that they share blocks
+
+
+def make_engine(decoder: Decoder, rng: Random) -> Engine:
+    block_size = rng.choice([1, 2, 4, 8, 16])
+    num_blocks = rng.randint(80, 140) // block_size + 2
+    blocks = BlockManager(num_blocks, block_size, prefix_caching=rng.random() < 0.7)
+    config = SchedulerConfig(
+        token_budget=rng.choice([5, 16, 40, 512]),
+        max_running=rng.choice([2, 4, 8]),
+        watermark_blocks=rng.choice([0, 0, 2]),
+        max_chunk_tokens=rng.choice([None, None, 7]),
+    )
+    runner = make_runner(decoder, num_blocks, block_size)
+    return Engine(Scheduler(config, blocks), runner, VirtualClock(), ModelLimits(decoder.config.max_positions, decoder.config.vocab_size))
+
+
+def cold_run(decoder: Decoder, prompt_ids: tuple[int, ...], max_tokens: int) -> list[int]:
+    """Alone, in one piece, every step from the start: nothing is kept from one token to the next."""
+    token_ids = list(prompt_ids)
+    for _ in range(max_tokens):
+        blocks = BlockManager(1, 512, prefix_caching=False)
+        scheduler = Scheduler(SchedulerConfig(token_budget=512), blocks)
+        engine = Engine(scheduler, make_runner(decoder, 1, 512), VirtualClock(), ModelLimits(512, decoder.config.vocab_size))
+        [request] = engine.add(token_ids, SamplingParams(max_tokens=1))
+        engine.run()
+        token_ids += request.output_ids
+    return token_ids[len(prompt_ids) :]
+
+
+def play(decoder: Decoder, seed: int, seen: Counter[str]) -> list[Request]:
+    """One run drawn from `seed`: arrivals, samples, priorities, aborts and forced preemptions at random steps."""
+    rng = Random(seed)
+    engine = make_engine(decoder, rng)
+    todo = [(rng.randint(0, 8), tuple(rng.choice(STREAMS)[: rng.randint(1, 60)]), rng.randint(1, 14), rng.choice([1, 1, 2, 3])) for _ in range(7)]
+    requests: list[Request] = []
+    for step in range(2_000):
+        for arrival in [a for a in todo if a[0] == step]:
+            params = SamplingParams(max_tokens=arrival[2], n=arrival[3])
+            requests += engine.add(arrival[1], params, priority=rng.choice([0, 0, 1]))
+            todo.remove(arrival)
+        running = engine.scheduler.running
+        if running and rng.random() < 0.08:
+            engine.scheduler.preempt(rng.choice(running))
+        if running and rng.random() < 0.03:
+            engine.abort(rng.choice(running).request_id)
+        if engine.has_work:
+            engine.step()
+            engine.scheduler.check()
+        elif not todo:
+            break
+    seen["hits"] += engine.trace.summary().num_hit_tokens
+    seen["preemptions"] += sum(request.num_preemptions for request in requests)
+    seen["aborts"] += sum(request.finish_reason is FinishReason.ABORT for request in requests)
+    seen["whole"] += sum(request.finish_reason is FinishReason.LENGTH for request in requests)
+    return requests
+
+
+def test_outputs_of_a_net_never_depend_on_scheduling() -> None:
+    decoder, seen, cold = tiny_decoder(), Counter[str](), {}
+    for seed in range(12):
+        for request in play(decoder, seed, seen):
+            key = request.prompt_ids
+            if key not in cold:
+                cold[key] = cold_run(decoder, key, 14)
+            assert request.is_finished
+            assert request.output_ids == cold[key][: request.num_output_tokens], f"seed {seed}, {request.request_id}"
+    assert all(seen[name] > 0 for name in ("hits", "preemptions", "aborts", "whole")), seen

@@ -184,7 +184,7 @@ class Scheduler:
         copy = self.blocks.grow(request, end)
         if copy is not None:
             plan.copies[request.request_id] = copy
-        table = self.blocks.table(request)[: self.blocks.num_blocks_for(end)]
+        table = self.blocks.table(request)  # it covers [0, end) and no more: nobody holds blocks for later steps
         plan.rows[request.request_id] = ScheduledRequest(request, start, num_tokens, table, samples=end == request.num_tokens)
         plan.budget -= num_tokens
 

@@ -50,7 +50,7 @@ BEGINNINGS = (
 
 def main(model: str | None = None, figure: str | None = "figures/demo_timeline.png") -> None:
     """Serve the demo's requests, print three answers and the table, write the picture."""
-    with LLM(model) as llm:
+    with LLM(model, max_running=16) as llm:  # fewer than arrive, so that some wait and join as others leave
         prompts, params = _requests(llm)
         llm.generate(prompts[:2], SamplingParams(max_tokens=2), progress=False)  # first use: memory is touched, kernels are chosen
         llm.engine.scheduler.blocks.flush_cache()
@@ -59,7 +59,7 @@ def main(model: str | None = None, figure: str | None = "figures/demo_timeline.p
         start_s = time.perf_counter()
         outputs = llm.generate(prompts, params)
         wall_s = time.perf_counter() - start_s
-        for output in (outputs[0], outputs[len(VISITORS)], outputs[-7]):
+        for output in (outputs[0], outputs[len(VISITORS) + 5], outputs[-7]):  # a visitor, a question, a beginning
             _print_answer(llm, output)
         summary = llm.trace.summary()
         print(table(summary, llm.num_blocks))

@@ -115,6 +115,7 @@ class _Live:
     """A request under way and the text that its tokens have made so far."""
 
     request: Request
+    record: RequestRecord  # held here too: the trace may let go of it before the call ends
     detokenizer: Detokenizer
     pieces: list[str]  # not yet fetched by a stream
 
@@ -279,7 +280,7 @@ class LLM:
             for request in (request for group in groups for request in group):
                 p = request.params
                 detokenizer = Detokenizer(self.tokenizer, stop=p.stop, min_tokens=p.min_tokens, stop_ids=request.stop_ids)
-                self._live[request.request_id] = _Live(request, detokenizer, [])
+                self._live[request.request_id] = _Live(request, self.trace.requests[request.request_id], detokenizer, [])
         return groups
 
     def _serve(self, requests: Sequence[Request], progress: bool) -> None:
@@ -337,7 +338,7 @@ class LLM:
             prompt_ids=first.prompt_ids,
             outputs=[self._completion(request) for request in group],
             num_cached_tokens=first.num_cached_tokens,
-            metrics=self.trace.requests[first.request_id],
+            metrics=self._live[first.request_id].record,
         )
 
     def _completion(self, request: Request) -> Completion:

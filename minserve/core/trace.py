@@ -38,7 +38,7 @@ class StepRecord:
     num_free_blocks: int  # idle ones included
     num_running: int
     num_waiting: int
-    num_hit_tokens: int
+    num_hit_tokens: int  # taken over instead of computed: prefix hits and forks
     preempted: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
 

@@ -21,9 +21,9 @@ class Verdict(StrEnum):
 
 MEANING = {
     Verdict.HOLDS: "true as said, within rounding",
-    Verdict.CONDITIONAL: "true for some models, loads or baselines, or right in direction and not in number",
+    Verdict.CONDITIONAL: "true for some models or loads, or right in direction only",
     Verdict.WRONG: "contradicted by arithmetic, by a run, or by the primary source",
-    Verdict.UNTESTABLE: "no metric to decide by: an opinion or a picture; the nearest testable form is examined",
+    Verdict.UNTESTABLE: "no metric to decide by; the nearest testable form is examined",
 }
 
 IDS = tuple(f"A{number:02d}" for number in range(1, 92)) + tuple(f"B{number:02d}" for number in range(1, 49))

@@ -1,0 +1,546 @@
+"""The notebooks keep the rules of the course, read from their files without running them (nbval runs them).
+
+Each rule is a function from a notebook to its faults, in words. Each rule is also tried on a notebook spoilt on purpose, so that
+none of them can pass by looking at nothing.
+"""
+
+import ast
+import builtins
+import copy
+import getpass
+import importlib
+import json
+import re
+import symtable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat import NotebookNode
+
+from minserve.lab import claims
+
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+CHECKED = "nbval-check-output"
+PARTS = (  # what every notebook has, and a mark by which it is known
+    ("a title", r"^# \d\d · \S"),
+    ("what you need", r"\*\*You need\*\*"),
+    ("what you get", r"\*\*You get\*\*"),
+    ("the CPU time", r"\*\*CPU time\*\*"),
+    ("a Korean summary", r"한국어"),
+    ("the question", r"^## The question"),
+    ("the predictions", r"^## .*[Pp]rediction"),
+    ("the real one", r"^## The real one"),
+    ("exercises", r"^## Exercises"),
+    ("a recap", r"^## What to take with you"),
+    ("solutions", r"^## Solutions"),
+)
+
+
+def read(path: Path) -> NotebookNode:
+    return nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+
+
+# --- reading a notebook ---------------------------------------------------------------------------
+
+
+def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def prose(notebook: NotebookNode) -> str:
+    return "\n\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def tree(cell: NotebookNode) -> ast.Module:
+    return ast.parse(cell.source)
+
+
+def tags(cell: NotebookNode) -> list[str]:
+    return cell.metadata.get("tags", [])
+
+
+def definitions(cell: NotebookNode) -> list[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    return [node for node in tree(cell).body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+
+
+def names_used(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+
+
+def texts(value: object) -> Iterator[str]:
+    """All strings inside an output, pictures left out."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not str(key).startswith("image/"):
+                yield from texts(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts(item)
+
+
+def at(cell: NotebookNode) -> str:
+    """A cell's address in a fault: its id and its first line."""
+    return f"cell {cell.get('id')} ({cell.source.splitlines()[0][:50] if cell.source else 'empty'})"
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def is_valid(notebook: NotebookNode) -> list[str]:
+    try:
+        nbformat.validate(notebook)
+    except nbformat.ValidationError as error:
+        return [str(error).splitlines()[0]]
+    return []
+
+
+def has_the_plain_kernel(notebook: NotebookNode) -> list[str]:
+    """JupyterLab rewrites any other name on opening, and the file counts as changed."""
+    kernel = dict(notebook.metadata.get("kernelspec", {}))
+    wanted = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    return [] if kernel == wanted else [f"kernelspec {kernel}"]
+
+
+def has_no_widget_state(notebook: NotebookNode) -> list[str]:
+    """Case 187: GitHub refuses a notebook whose saved widget state lacks a key."""
+    return ["metadata.widgets is present"] if "widgets" in notebook.metadata else []
+
+
+def has_unique_cell_ids(notebook: NotebookNode) -> list[str]:
+    ids = [cell.get("id") for cell in notebook.cells]
+    return [f"cell id {cell_id} stands {ids.count(cell_id)} times" for cell_id in sorted(set(ids)) if ids.count(cell_id) > 1]
+
+
+def is_small(notebook: NotebookNode) -> list[str]:
+    num_bytes = len(nbformat.writes(notebook).encode())
+    faults = [f"{num_bytes:,} bytes, at most 400 KB"] if num_bytes > 400_000 else []
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            num_bytes = 3 * len(output.get("data", {}).get("image/png", "")) // 4
+            faults += [f"{at(cell)}: a picture of {num_bytes:,} bytes, at most 60 KB"] if num_bytes > 60_000 else []
+    return faults
+
+
+# --- the shape ------------------------------------------------------------------------------------
+
+
+def has_all_parts(notebook: NotebookNode) -> list[str]:
+    text = prose(notebook)
+    return [f"{name} is missing" for name, mark in PARTS if not re.search(mark, text, re.MULTILINE)]
+
+
+def has_one_title_in_the_first_cell(notebook: NotebookNode) -> list[str]:
+    text = re.sub(r"```.*?```", "", prose(notebook), flags=re.DOTALL)
+    titles = re.findall(r"^# .+", text, re.MULTILINE)
+    first = notebook.cells[0].source if notebook.cells else ""
+    return [] if len(titles) == 1 and titles[0] in first else [f"titles: {titles}"]
+
+
+def has_the_right_length(notebook: NotebookNode) -> list[str]:
+    num_cells = len(code_cells(notebook))
+    num_words = len(re.sub(r"```.*?```", "", prose(notebook), flags=re.DOTALL).split())
+    faults = [] if 25 <= num_cells <= 45 else [f"{num_cells} code cells, 25 to 45 are meant"]
+    return faults + ([] if 1500 <= num_words <= 3500 else [f"{num_words} words, 1,500 to 3,500 are meant"])
+
+
+def has_short_cells(notebook: NotebookNode) -> list[str]:
+    faults = []
+    for cell in code_cells(notebook):
+        num_lines, most = len(cell.source.splitlines()), 30 if any(isinstance(d, ast.ClassDef) for d in definitions(cell)) else 20
+        faults += [f"{at(cell)}: {num_lines} lines, at most {most}"] if num_lines > most else []
+        widest = max(map(len, cell.source.splitlines()), default=0)  # a page shows about 100 characters, the rest hides
+        faults += [f"{at(cell)}: a line of {widest} characters, at most 100"] if widest > 100 else []
+    return faults
+
+
+def has_prose_between_code(notebook: NotebookNode) -> list[str]:
+    kinds = [cell.cell_type for cell in notebook.cells]
+    runs = [i for i in range(len(kinds) - 2) if kinds[i : i + 3] == ["code"] * 3]
+    return [f"three code cells in a row from {at(notebook.cells[i])}" for i in runs]
+
+
+def has_three_exercises(notebook: NotebookNode) -> list[str]:
+    """Three solutions, folded away, each of them executed with an assertion."""
+    solutions = [cell for cell in code_cells(notebook) if re.search(r"^(def |class )?solution_\w+", cell.source, re.MULTILINE)]
+    stubs = [cell for cell in code_cells(notebook) if re.search(r"^(def )?exercise_\w+", cell.source, re.MULTILINE)]
+    faults = [] if len(solutions) == 3 else [f"{len(solutions)} solutions, three are meant"]
+    faults += [] if len(stubs) >= 3 else [f"{len(stubs)} exercise cells, at least three are meant"]
+    for cell in solutions:
+        folded = cell.metadata.get("jupyter", {}).get("source_hidden") and "hide-input" in tags(cell)
+        faults += [] if folded else [f"{at(cell)}: the solution is in plain sight"]
+        faults += [] if any(isinstance(node, ast.Assert) for node in tree(cell).body) else [f"{at(cell)}: nothing asserts that it is right"]
+    return faults
+
+
+def ends_by_closing(notebook: NotebookNode) -> list[str]:
+    """Case 197: the engine is closed at the end, and a cell asserts that its memory came back."""
+    if "LLM" not in {name for cell in code_cells(notebook) for name in names_used(tree(cell))}:
+        return []
+    last = code_cells(notebook)[-1].source
+    return (
+        [] if ".close()" in last and "assert " in last and "resident_bytes" in last else ["the last cell does not close and assert memory"]
+    )
+
+
+# --- the code -------------------------------------------------------------------------------------
+
+
+def imports_only_at_the_top(notebook: NotebookNode) -> list[str]:
+    first, *others = code_cells(notebook)
+    faults = [] if "setup" in names_used(tree(first)) else ["the first code cell does not call setup()"]
+    for cell in others:
+        found = [node for node in ast.walk(tree(cell)) if isinstance(node, ast.Import | ast.ImportFrom)]
+        faults += [f"{at(cell)}: an import"] if found else []
+    return faults
+
+
+def uses_no_shell(notebook: NotebookNode) -> list[str]:
+    """No magics, no shell, no path of this machine; case 200: nothing is installed under a running kernel."""
+    faults = []
+    for cell in code_cells(notebook):
+        for pattern in (r"^\s*[!%]", r"sys\.path", r"\bpyplot\b|\bplt\.", r"[\"'](/|~/|[A-Z]:\\)\w", r"pip install", r"\binput\("):
+            if re.search(pattern, cell.source, re.MULTILINE):
+                faults.append(f"{at(cell)}: matches {pattern}")
+    return faults
+
+
+def opens_files_as_utf8(notebook: NotebookNode) -> list[str]:
+    """Case 191: on Windows the system's code page is not UTF-8."""
+    faults = []
+    for cell in code_cells(notebook):
+        for call in (node for node in ast.walk(tree(cell)) if isinstance(node, ast.Call)):
+            name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+            if name in ("open", "read_text", "write_text") and not any(keyword.arg == "encoding" for keyword in call.keywords):
+                faults.append(f"{at(cell)}: {name} without encoding")
+    return faults
+
+
+def runs_no_event_loop(notebook: NotebookNode) -> list[str]:
+    """Case 196: a notebook already runs in one."""
+    return [f"{at(cell)}: asyncio.run" for cell in code_cells(notebook) if "asyncio.run(" in cell.source]
+
+
+def defines_only_what_it_may(notebook: NotebookNode) -> list[str]:
+    """All else is imported, so that no second copy of the package's code can grow here."""
+    allowed = ("naive_", "Naive", "solution_", "exercise_")
+    return [f"{at(cell)}: defines {d.name}" for cell in code_cells(notebook) for d in definitions(cell) if not d.name.startswith(allowed)]
+
+
+def compares_every_naive_version(notebook: NotebookNode) -> list[str]:
+    """Each naive name is used in a cell that asserts, directly or through another naive version that is."""
+    naive: dict[str, set[str]] = {}
+    asserted: set[str] = set()
+    for cell in code_cells(notebook):
+        for node in tree(cell).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("naive"):
+                naive[node.name] = names_used(node)
+        statements = [n for n in tree(cell).body if not isinstance(n, ast.FunctionDef | ast.ClassDef)]
+        used = set().union(*(names_used(node) for node in statements)) if statements else set()
+        if "assert_same" in used or any(isinstance(node, ast.Assert) for node in statements):
+            asserted |= used
+    for _ in naive:
+        asserted |= set().union(*(names for name, names in naive.items() if name in asserted)) if naive else set()
+    return [f"{name} is compared with nothing" for name in naive if name not in asserted]
+
+
+def ends_in_no_bare_comparison(notebook: NotebookNode) -> list[str]:
+    faults = []
+    for cell in code_cells(notebook):
+        for node in tree(cell).body:
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Compare | ast.BoolOp):
+                faults.append(f"{at(cell)}: a comparison that nobody reads; assert it")
+    return faults
+
+
+def gives_functions_their_inputs(notebook: NotebookNode) -> list[str]:
+    """A function reads its arguments, imports and other definitions, never a notebook's variable."""
+    known = set(dir(builtins)) | {"__name__"}
+    for cell in code_cells(notebook):
+        known |= {d.name for d in definitions(cell)}
+        for node in ast.walk(tree(cell)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                known |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    faults = []
+    for cell in code_cells(notebook):
+        for definition in definitions(cell):
+            table = symtable.symtable(ast.unparse(definition), "cell", "exec")
+            unknown = _globals_of(table) - known
+            faults += [f"{at(cell)}: {definition.name} reads {', '.join(sorted(unknown))}"] if unknown else []
+    return faults
+
+
+def _globals_of(table: symtable.SymbolTable) -> set[str]:
+    found = {s.get_name() for child in table.get_children() for s in child.get_symbols() if s.is_global() and s.is_referenced()}
+    return found.union(*(_globals_of(child) for child in table.get_children()))
+
+
+def seeds_its_random_numbers(notebook: NotebookNode) -> list[str]:
+    """Numbers come from a generator that is made, with its seed, in the same cell."""
+    unseeded = r"\brandom\.(?!Random\b)[a-z]\w*\(|np\.random\.(?!default_rng)|torch\.manual_seed"
+    faults = [f"{at(cell)}: a generator without a seed of its own" for cell in code_cells(notebook) if re.search(unseeded, cell.source)]
+    made = r"(random\.Random|default_rng|torch\.Generator)\(\)(?!\.manual_seed)"
+    return faults + [f"{at(cell)}: a generator without a seed" for cell in code_cells(notebook) if re.search(made, cell.source)]
+
+
+# --- the outputs ----------------------------------------------------------------------------------
+
+
+def was_run_from_top_to_bottom(notebook: NotebookNode) -> list[str]:
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    return [] if counts == list(range(1, len(counts) + 1)) else [f"execution counts {counts}"]
+
+
+def has_checked_cells(notebook: NotebookNode) -> list[str]:
+    """At least five cells whose output nbval compares; without a count or an output it would silently compare nothing."""
+    cells = [cell for cell in code_cells(notebook) if CHECKED in tags(cell)]
+    faults = [] if len(cells) >= 5 else [f"{len(cells)} checked cells, at least 5 are meant"]
+    return faults + [f"{at(cell)}: checked, but has no output" for cell in cells if not cell.outputs or cell.execution_count is None]
+
+
+def checks_no_timing(notebook: NotebookNode) -> list[str]:
+    timers = {"perf_counter", "run_set", "wall_s", "resident_bytes"}
+    return [
+        f"{at(cell)}: its output is compared, and depends on a clock"
+        for cell in code_cells(notebook)
+        if CHECKED in tags(cell) and any(timer in cell.source for timer in timers)
+    ]
+
+
+def has_no_error_output(notebook: NotebookNode) -> list[str]:
+    return [
+        f"{at(cell)}: {output.output_type} {output.get('ename', output.get('name'))}"
+        for cell in code_cells(notebook)
+        for output in cell.outputs
+        if (output.output_type == "error" and "raises-exception" not in tags(cell)) or output.get("name") == "stderr"
+    ]
+
+
+def has_whole_streams(notebook: NotebookNode) -> list[str]:
+    """What a cell prints is stored in one piece: GitHub shows each piece of a streamed answer on a line of its own."""
+    faults = []
+    for cell in code_cells(notebook):
+        names = [output.get("name") for output in cell.outputs]
+        split = any(a is not None and a == b for a, b in zip(names, names[1:], strict=False))
+        faults += [f"{at(cell)}: its stream is in pieces; run nbconvert --coalesce-streams"] if split else []
+    return faults
+
+
+def shows_no_local_path(notebook: NotebookNode) -> list[str]:
+    """Case 199: no folder, user or kernel of the machine that ran it."""
+    pattern = r"/home/|/root|/tmp/|/Users/|/work/|[A-Z]:\\\\?\w|site-packages|ipykernel_\d"
+    user = getpass.getuser()
+    faults = []
+    for cell in code_cells(notebook):
+        for text in (text for output in cell.outputs for text in texts(output)):
+            if re.search(pattern, text) or (len(user) > 3 and user != "root" and user in text):
+                faults.append(f"{at(cell)}: {text[:80]!r}")
+    return faults
+
+
+def has_no_time_stamps(notebook: NotebookNode) -> list[str]:
+    return [f"{at(cell)}: execution times in its metadata" for cell in code_cells(notebook) if "execution" in cell.metadata]
+
+
+def gives_widgets_a_still(notebook: NotebookNode) -> list[str]:
+    """Case 187: sliders are dead on GitHub and in print; beside each stands a text of ours or a picture."""
+    faults = []
+    for cell in code_cells(notebook):
+        for data in (output.get("data", {}) for output in cell.outputs):
+            if any("widget" in kind for kind in data):
+                still = "image/png" in data or not re.match(r"\w+\(|^$", str(data.get("text/plain", "")))
+                faults += [] if still else [f"{at(cell)}: a widget without a picture or a sentence"]
+    return faults
+
+
+# --- the words ------------------------------------------------------------------------------------
+
+
+def names_only_what_exists(notebook: NotebookNode) -> list[str]:
+    """Every `minserve.x.y` in backticks can be imported, every `minserve/x.py` is a file."""
+    names = re.findall(r"`(minserve(?:_kernels)?(?:\.\w+)+)`", prose(notebook))
+    paths = re.findall(r"`((?:minserve|notebooks|tests|kernels)/[\w./]+)`", prose(notebook))
+    faults = [f"{name} does not exist" for name in names if not _resolves(name)]
+    return faults + [f"{path} is no file" for path in paths if not (ROOT / path).exists()]
+
+
+def _resolves(name: str) -> bool:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def has_no_pictures_in_its_prose(notebook: NotebookNode) -> list[str]:
+    found = re.findall(r"!\[[^\]]*\]\([^)]*\)|<img\b[^>]*>", prose(notebook))
+    attached = [at(cell) for cell in notebook.cells if cell.get("attachments")]
+    return [f"{picture[:60]} in markdown" for picture in found] + [f"{cell}: an attachment" for cell in attached]
+
+
+def quotes_no_line_numbers(notebook: NotebookNode) -> list[str]:
+    return [f"{found!r}: names last, line numbers do not" for found in re.findall(r"\blines? \d+|\.py:\d+", prose(notebook))]
+
+
+def knows_its_claims(notebook: NotebookNode) -> list[str]:
+    """Ids in prose and in verdicts exist; every verdict is one of the four and is argued."""
+    ids = set(re.findall(r"\b[AB]\d\d\b", prose(notebook)))
+    lines = []
+    for cell in code_cells(notebook):
+        for text in (text for output in cell.outputs for text in texts(output)):
+            lines += [line for line in text.splitlines() if line.startswith("claim | ")]
+    faults = []
+    for line in lines:
+        fields = line.split(" | ", 4)
+        good = len(fields) == 5 and fields[2] in list(claims.Verdict) and all(field.strip() for field in fields)
+        ids.add(fields[1])
+        faults += [] if good else [f"a verdict that says too little: {line}"]
+    return faults + [f"claim {claim_id} is unknown" for claim_id in sorted(ids - set(claims.IDS))]
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+Spoil = Callable[[NotebookNode], object]
+
+
+def _set_source(notebook: NotebookNode, source: str, index: int = -1) -> None:
+    code_cells(notebook)[index].source = source
+
+
+def _set_output(notebook: NotebookNode, data: dict[str, str], cell_tags: tuple[str, ...] = ()) -> None:
+    cell = code_cells(notebook)[-1]
+    cell.outputs = [nbformat.v4.new_output("display_data", data=data)]
+    cell.metadata["tags"] = list(cell_tags)
+
+
+def _say(notebook: NotebookNode, words: str) -> None:
+    notebook.cells.append(nbformat.v4.new_markdown_cell(words))
+
+
+def _replace(notebook: NotebookNode, old: str, new: str) -> None:
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(old, new)
+
+
+def _stderr(notebook: NotebookNode) -> None:
+    code_cells(notebook)[-1].outputs = [nbformat.v4.new_output("stream", name="stderr", text="a warning")]
+
+
+def _checked_without_output(notebook: NotebookNode) -> None:
+    next(cell for cell in code_cells(notebook) if CHECKED in tags(cell)).outputs = []
+
+
+# Each rule, and ways to break it.
+RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
+    is_valid: [lambda nb: nb.cells[0].update(cell_type="poem")],
+    has_the_plain_kernel: [lambda nb: nb.metadata.kernelspec.update(display_name=".venv"), lambda nb: nb.metadata.pop("kernelspec")],
+    has_no_widget_state: [lambda nb: nb.metadata.update(widgets={})],
+    has_unique_cell_ids: [lambda nb: nb.cells[1].update(id=nb.cells[0].id)],
+    is_small: [lambda nb: _set_output(nb, {"image/png": "A" * 90_000}), lambda nb: _say(nb, "long " * 90_000)],
+    has_all_parts: [
+        lambda nb: _replace(nb, "## Exercises", "## Homework"),
+        lambda nb: _replace(nb, "한국어", "Korean"),
+        lambda nb: _replace(nb, "**CPU time**", "Time"),
+    ],
+    has_one_title_in_the_first_cell: [lambda nb: _say(nb, "# Another title"), lambda nb: nb.cells.pop(0)],
+    has_the_right_length: [lambda nb: nb.cells.extend(code_cells(nb)), lambda nb: _say(nb, "word " * 3000)],
+    has_short_cells: [
+        lambda nb: _set_source(nb, "x = 1\n" * 21),
+        lambda nb: _set_source(nb, "class Naive:\n" + "    x = 1\n" * 30),
+        lambda nb: _set_source(nb, f"x = '{'long' * 30}'"),
+    ],
+    has_prose_between_code: [lambda nb: nb.cells.extend(code_cells(nb)[:3])],
+    has_three_exercises: [
+        lambda nb: _replace(nb, "solution_tpot", "answer_tpot"),
+        lambda nb: [cell.metadata.pop("jupyter", None) for cell in code_cells(nb)],
+        lambda nb: _replace(nb, "assert check(solution", "check(solution"),
+    ],
+    ends_by_closing: [lambda nb: _replace(nb, ".close()", ".flush()"), lambda nb: nb.cells.append(code_cells(nb)[0])],
+    imports_only_at_the_top: [lambda nb: _set_source(nb, "import os"), lambda nb: _set_source(nb, "import os", 0)],
+    uses_no_shell: [
+        lambda nb: _set_source(nb, "!ls"),
+        lambda nb: _set_source(nb, "%pip install torch"),
+        lambda nb: _set_source(nb, "sys.path.append('..')"),
+        lambda nb: _set_source(nb, "open('/data/x')"),
+        lambda nb: _set_source(nb, "open('C:\\data')"),
+        lambda nb: _set_source(nb, "plt.show()"),
+    ],
+    opens_files_as_utf8: [lambda nb: _set_source(nb, "open('x')"), lambda nb: _set_source(nb, "path.read_text()")],
+    runs_no_event_loop: [lambda nb: _set_source(nb, "asyncio.run(main())")],
+    defines_only_what_it_may: [lambda nb: _set_source(nb, "class Scheduler:\n    pass"), lambda nb: _set_source(nb, "def helper(): ...")],
+    compares_every_naive_version: [lambda nb: _set_source(nb, "def naive_new(): ...\n\n\nnaive_new()")],
+    ends_in_no_bare_comparison: [lambda nb: _set_source(nb, "x = 1\nx == 1"), lambda nb: _set_source(nb, "1 < 2 and 2 < 3")],
+    gives_functions_their_inputs: [
+        lambda nb: _set_source(nb, "def naive_f():\n    return llm"),
+        lambda nb: _set_source(nb, "class NaiveF:\n    def f(self):\n        return [llm for _ in range(2)]"),
+    ],
+    seeds_its_random_numbers: [lambda nb: _set_source(nb, "random.random()"), lambda nb: _set_source(nb, "rng = random.Random()")],
+    was_run_from_top_to_bottom: [lambda nb: code_cells(nb)[0].update(execution_count=7), lambda nb: nb.cells.append(code_cells(nb)[0])],
+    has_checked_cells: [_checked_without_output, lambda nb: [cell.metadata.update(tags=[]) for cell in code_cells(nb)]],
+    checks_no_timing: [lambda nb: (_set_source(nb, "time.perf_counter()"), _set_output(nb, {"text/plain": "1"}, (CHECKED,)))],
+    has_no_error_output: [
+        _stderr,
+        lambda nb: code_cells(nb)[-1].update(outputs=[nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])]),
+    ],
+    has_whole_streams: [lambda nb: code_cells(nb)[-1].update(outputs=[nbformat.v4.new_output("stream", text="a")] * 2)],
+    shows_no_local_path: [
+        lambda nb: _set_output(nb, {"text/plain": "saved to /home/kim/run.json"}),
+        lambda nb: _set_output(nb, {"text/plain": "C:\\Users\\kim"}),
+        lambda nb: _set_output(nb, {"text/html": "/tmp/ipykernel_17/3.py:1: UserWarning"}),
+    ],
+    has_no_time_stamps: [lambda nb: code_cells(nb)[0].metadata.update(execution={"iopub.execute_input": "2026-11-29T17:00:00Z"})],
+    gives_widgets_a_still: [
+        lambda nb: _set_output(nb, {"application/vnd.jupyter.widget-view+json": "{}", "text/plain": "VBox(children=(IntSlider(value=1),))"})
+    ],
+    names_only_what_exists: [lambda nb: _say(nb, "`minserve.core.engine.Motor`"), lambda nb: _say(nb, "`minserve/core/motor.py`")],
+    has_no_pictures_in_its_prose: [lambda nb: _say(nb, "![a map](map.png)"), lambda nb: _say(nb, '<img src="map.png">')],
+    quotes_no_line_numbers: [lambda nb: _say(nb, "see line 12"), lambda nb: _say(nb, "engine.py:12")],
+    knows_its_claims: [
+        lambda nb: _say(nb, "Claim A92 says"),
+        lambda nb: _set_output(nb, {"text/plain": "claim | A27 | RIGHT | 3 | because"}),
+        lambda nb: _set_output(nb, {"text/plain": "claim | A27 | WRONG | 3 | "}),
+        lambda nb: _set_output(nb, {"text/plain": "claim | C01 | WRONG | 3 | because"}),
+    ],
+}
+SPOILT = [pytest.param(rule, spoil, id=f"{rule.__name__}-{index}") for rule, spoils in RULES.items() for index, spoil in enumerate(spoils)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_notebook_keeps_the_rule(path: Path, rule: Callable[[NotebookNode], list[str]]) -> None:
+    assert rule(read(path)) == []
+
+
+@pytest.mark.parametrize(("rule", "spoil"), SPOILT)
+def test_rule_finds_a_spoilt_notebook(rule: Callable[[NotebookNode], list[str]], spoil: Spoil) -> None:
+    spoilt = copy.deepcopy(read(PATHS[0]))
+    spoil(spoilt)
+    assert rule(spoilt)
+
+
+def test_every_rule_of_this_file_is_tried() -> None:
+    functions = ast.parse(Path(__file__).read_text(encoding="utf-8")).body
+    rules = [f.name for f in functions if isinstance(f, ast.FunctionDef) and f.returns and ast.unparse(f.returns) == "list[str]"]
+    assert sorted(name for name in rules if name != "tags") == sorted(rule.__name__ for rule in RULES)
+
+
+def test_there_are_notebooks_and_they_are_numbered() -> None:
+    assert PATHS and all(re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) for path in PATHS)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_notebook_is_written_as_jupyter_writes_it(path: Path) -> None:
+    """Opening and saving in JupyterLab must not change the file: one space of indent, sorted keys, a newline at the end."""
+    text = path.read_text(encoding="utf-8")
+    assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False, sort_keys=True) + "\n"

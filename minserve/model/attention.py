@@ -27,11 +27,10 @@ from minserve.core.batch import ScheduledBatch, ScheduledRequest
 from minserve.model.kv_cache import KVCache
 
 TILE_TOKENS = 128  # queries of one request that share a score matrix; later tiles see more keys
-ROUND_KEYS = 64  # key counts are rounded up to a multiple of this ...
+ROUND_KEYS = 32  # key counts are rounded up to a multiple of this ...
 ROUND_QUERIES = 32  # ... and the query counts of chunks to this
-GROUP_COST_TOKENS = 1024  # launching one more group takes as long as reading so many tokens' keys and values
-MAX_GROUP_TOKENS = 8192  # keys of one group, all its requests together
-MAX_GATHER_TOKENS = 16384  # keys fetched in one go: they should still be in the CPU's cache when they are read
+GROUP_COST_TOKENS = 512  # launching one more group takes as long as reading so many tokens' keys and values
+MAX_GROUP_TOKENS = 8192  # keys of one group, all its requests together: bounds what is gathered at once
 
 Rows = Sequence[ScheduledRequest]
 
@@ -49,20 +48,13 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests whose keys have one padded length. `gathered`: their rows in what their Gather returns."""
+    """Requests that are padded to one number of keys. `index` and `unused` are arguments of KVCache.gather."""
 
     num_requests: int
-    gathered: slice
-    tiles: tuple[Tile, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Groups whose keys and values are fetched by one call of KVCache.gather, with these arguments."""
-
+    num_keys: int
     index: Tensor
     unused: Tensor
-    groups: tuple[Group, ...]
+    tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +65,7 @@ class AttentionMetadata:
     num_tokens: int
     positions: Tensor  # [T] int64
     place: tuple[Tensor, Tensor]  # [T], [T]: block and offset where each token's keys and values go
-    gathers: tuple[Gather, ...]
+    groups: tuple[Group, ...]
 
     @classmethod
     def build(cls, batch: ScheduledBatch, cache: KVCache, windows: Iterable[int | None], dtype: torch.dtype) -> "AttentionMetadata":
@@ -89,7 +81,7 @@ class AttentionMetadata:
             num_tokens=len(positions),
             positions=torch.tensor(positions, dtype=torch.long, device=device),
             place=cache.place(torch.tensor(slots, dtype=torch.long, device=device)),
-            gathers=builder.build(groups),
+            groups=tuple(builder.group(*group) for group in groups),
         )
 
 
@@ -100,9 +92,9 @@ def _round_up(number: int, multiple: int) -> int:
 # --- which requests go together -------------------------------------------------------------------
 
 
-def plan_groups(rows: Rows) -> list[tuple[list[ScheduledRequest], int]]:
+def plan_groups(rows: Rows) -> list[tuple[Rows, int]]:
     """Cut a step into groups: (rows, query tokens per row). Decodes by length; short chunks by shape; long chunks alone."""
-    groups = [(group, 1) for group in _decode_groups([row for row in rows if row.num_tokens == 1])]
+    groups: list[tuple[Rows, int]] = [(group, 1) for group in _decode_groups([row for row in rows if row.num_tokens == 1])]
     short: dict[tuple[int, int], list[ScheduledRequest]] = {}
     for row in rows:
         num_queries, num_keys = _round_up(row.num_tokens, ROUND_QUERIES), _round_up(row.end, ROUND_KEYS)
@@ -111,79 +103,64 @@ def plan_groups(rows: Rows) -> list[tuple[list[ScheduledRequest], int]]:
         elif row.num_tokens > 1:
             short.setdefault((num_queries, num_keys), []).append(row)
     for (num_queries, num_keys), alike in short.items():
-        most = max(1, MAX_GROUP_TOKENS // num_keys)
-        groups += [(alike[i : i + most], num_queries) for i in range(0, len(alike), most)]
+        groups += [(piece, num_queries) for piece in _pieces(alike, num_keys)]
     return groups
 
 
-def _decode_groups(rows: Rows) -> list[list[ScheduledRequest]]:
-    """Longest first; a group ends when the padding it would carry costs more than starting another."""
-    groups: list[list[ScheduledRequest]] = []
-    padding = num_keys = 0
-    for row in sorted(rows, key=lambda row: row.end, reverse=True):
-        own_keys = _round_up(row.end, ROUND_KEYS)
-        padding += num_keys - own_keys
-        if not groups or padding > GROUP_COST_TOKENS or (len(groups[-1]) + 1) * num_keys > MAX_GROUP_TOKENS:
-            groups.append([])
-            padding, num_keys = 0, own_keys
-        groups[-1].append(row)
-    return groups
+def _decode_groups(rows: Rows) -> list[Rows]:
+    """Cut the decodes, longest first, where it is cheapest: a group costs GROUP_COST_TOKENS and its keys, padded to its longest.
+
+    cheapest[i] is the least cost of all rows before starts[i], and where the last group of that solution begins.
+    """
+    rows = sorted(rows, key=lambda row: row.end, reverse=True)
+    lengths = [_round_up(row.end, ROUND_KEYS) for row in rows]
+    starts = [i for i, length in enumerate(lengths) if i == 0 or length != lengths[i - 1]] + [len(rows)]
+    cheapest = [(0, 0)]
+    for end in range(1, len(starts)):
+        costs = [cheapest[i][0] + GROUP_COST_TOKENS + (starts[end] - starts[i]) * lengths[starts[i]] for i in range(end)]
+        cheapest.append((min(costs), costs.index(min(costs))))
+    groups: list[Rows] = []
+    end = len(starts) - 1
+    while end > 0:
+        begin = cheapest[end][1]
+        groups += reversed(_pieces(rows[starts[begin] : starts[end]], lengths[starts[begin]]))
+        end = begin
+    return groups[::-1]
+
+
+def _pieces(rows: Rows, num_keys: int) -> list[Rows]:
+    """Cut rows of one shape so that no piece exceeds MAX_GROUP_TOKENS."""
+    most = max(1, MAX_GROUP_TOKENS // num_keys)
+    return [rows[i : i + most] for i in range(0, len(rows), most)]
 
 
 # --- what the layers need -------------------------------------------------------------------------
 
 
 class _Builder:
-    """Turns groups of rows into tensors, counting tokens and gathered rows as it goes."""
+    """Turns groups of rows into tensors, counting the step's tokens as it goes."""
 
     def __init__(self, cache: KVCache, windows: Sequence[int | None], dtype: torch.dtype, num_tokens: int):
         self.cache, self.windows, self.dtype, self.num_tokens = cache, windows, dtype, num_tokens
         self.device = cache.blocks.device
         self._first_token = 0  # of the group being built
 
-    def build(self, groups: Sequence[tuple[Rows, int]]) -> tuple[Gather, ...]:
-        """Groups are fetched together up to MAX_GATHER_TOKENS: fewer calls, and still a bounded scratch."""
-        gathers, waiting, num_keys = [], [], 0
-        for group in groups:
-            size = len(group[0]) * self._num_keys(group[0])
-            if waiting and num_keys + size > MAX_GATHER_TOKENS:
-                gathers.append(self._gather(waiting))
-                waiting, num_keys = [], 0
-            waiting.append(group)
-            num_keys += size
-        return (*gathers, self._gather(waiting)) if waiting else ()
-
-    def _num_keys(self, rows: Rows) -> int:
-        """Keys per request of a group: whole blocks that hold the padded length."""
-        return _round_up(_round_up(max(row.end for row in rows), ROUND_KEYS), self.cache.block_size)
-
-    def _gather(self, groups: Sequence[tuple[Rows, int]]) -> Gather:
-        indexes, unused, built, first = [], [], [], 0
-        for rows, num_queries in groups:
-            num_blocks = self._num_keys(rows) // self.cache.block_size
-            tables = [(*row.block_table, *[self.cache.null_block] * (num_blocks - len(row.block_table))) for row in rows]
-            index = self.cache.gather_index(torch.tensor(tables, device=self.device))
-            indexes.append(index)
-            unused.append(self._unused(rows, num_blocks) + first * self.cache.block_size)
-            built.append(self._group(rows, num_queries, slice(first, first + len(index))))
-            first += len(index)
-        return Gather(torch.cat(indexes), torch.cat(unused), tuple(built))
-
-    def _unused(self, rows: Rows, num_blocks: int) -> Tensor:
-        """Gathered slots between a request's last token and the end of its last block. -> [U]"""
-        size, heads = self.cache.block_size, self.cache.num_kv_heads
-        num_keys = num_blocks * size
-        places = [i * heads * num_keys + p for i, row in enumerate(rows) for p in range(row.end, _round_up(row.end, size))]
-        # once for keys and values of each head: gathered slots are [2, n, K, num_keys]
-        starts = [(kind * len(rows) * heads + head) * num_keys for kind in range(2) for head in range(heads)]
-        shape = {"dtype": torch.long, "device": self.device}
-        return (torch.tensor(places, **shape)[:, None] + torch.tensor(starts, **shape)).flatten()
-
-    def _group(self, rows: Rows, num_queries: int, gathered: slice) -> Group:
+    def group(self, rows: Rows, num_queries: int) -> Group:
+        size = self.cache.block_size
+        num_blocks = -(-_round_up(max(row.end for row in rows), ROUND_KEYS) // size)
+        tables = [(*row.block_table, *[self.cache.null_block] * (num_blocks - len(row.block_table))) for row in rows]
+        index = self.cache.gather_index(torch.tensor(tables, device=self.device))
         firsts = range(0, num_queries, TILE_TOKENS)
         tiles = tuple(self._tile(rows, first, min(TILE_TOKENS, num_queries - first)) for first in firsts)
         self._first_token += sum(row.num_tokens for row in rows)
-        return Group(len(rows), gathered, tiles)
+        return Group(len(rows), num_blocks * size, index, self._unused(rows, num_blocks * size), tiles)
+
+    def _unused(self, rows: Rows, num_keys: int) -> Tensor:
+        """Gathered slots ([n * K * num_keys]) between a request's last token and the end of its last block. -> [U]"""
+        size, heads = self.cache.block_size, self.cache.num_kv_heads
+        places = [i * heads * num_keys + p for i, row in enumerate(rows) for p in range(row.end, _round_up(row.end, size))]
+        starts = torch.arange(heads, device=self.device) * num_keys
+        return (torch.tensor(places, dtype=torch.long, device=self.device)[:, None] + starts).flatten()
 
     def _tile(self, rows: Rows, first: int, num_queries: int) -> Tile:
         """Queries `first` to `first + num_queries` of each row's chunk; what goes beyond a chunk is padding."""
@@ -231,31 +208,37 @@ def paged_attention(
     """
     if backend != "torch":
         raise ValueError(f"attention backend {backend!r} is not known; known: torch")
-    q = q * scale
     out = q.new_empty(metadata.num_tokens + 1, q.shape[1] * q.shape[2])  # the last row takes the padding's answers
-    for gather in metadata.gathers:
-        blocks = cache.gather(layer, gather.index, gather.unused, q.dtype)  # [R, S, D]
-        for group in gather.groups:
-            k, v = blocks[group.gathered].view(2, group.num_requests * cache.num_kv_heads, -1, cache.head_dim)  # [n * K, keys, D]
-            for tile in group.tiles:
-                out[tile.targets] = _attend(q[tile.tokens], k, v, tile, tile.masks[window], group.num_requests)
+    for group in metadata.groups:
+        k, v = cache.gather(layer, 0, group.index, group.unused, group.num_keys, q.dtype), None  # [n * K, keys, D]
+        for tile in group.tiles:
+            weights = _weights(q, k, group, tile, scale, window)
+            if v is None:  # not before: keys that a core has just gathered are still in its own cache when it multiplies by them
+                v = cache.gather(layer, 1, group.index, group.unused, group.num_keys, q.dtype)
+            out[tile.targets] = _weighted(weights, v, group, tile)
     return out[:-1]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, tile: Tile, mask: Tensor, num_requests: int) -> Tensor:
-    """One tile. q: [n * queries, H, D]; k, v: [n * K, keys, D]; mask: [n, 1, 1, queries, keys] -> [n * queries, H * D]
+def _weights(q: Tensor, k: Tensor, group: Group, tile: Tile, scale: float, window: int | None) -> Tensor:
+    """Softmax of a tile's scores. q: [T, H, D]; k: [n * K, keys, D] -> [n, K, H / K, queries, keys]
 
     The H / K query heads of a KV head and the queries of the tile together are the rows of one product per KV head.
     """
-    num_queries, num_keys, (_, num_heads, head_dim) = tile.num_queries, tile.num_keys, q.shape
-    shape = (num_requests, len(k) // num_requests, num_heads * num_requests // len(k), num_queries)  # n, K, H / K, queries
-    if num_queries > 1:
-        q = q.view(num_requests, num_queries, *shape[1:3], head_dim).permute(0, 2, 3, 1, 4)  # [n, K, H / K, queries, D]
-    if num_keys < k.shape[1]:
-        k, v = k[:, :num_keys], v[:, :num_keys]
-    scores = torch.bmm(q.reshape(len(k), -1, head_dim), k.transpose(1, 2))  # [n * K, H / K * queries, keys]
-    scores.view(*shape, num_keys).add_(mask)
-    answer = torch.bmm(torch.softmax(scores, dim=-1), v)  # [n * K, H / K * queries, D]
-    if num_queries > 1:
-        answer = answer.view(*shape, head_dim).permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]
-    return answer.reshape(num_requests * num_queries, num_heads * head_dim)
+    n, num_kv_heads, head_dim = group.num_requests, len(k) // group.num_requests, q.shape[-1]
+    q = q[tile.tokens].view(n, tile.num_queries, num_kv_heads, -1, head_dim)
+    if tile.num_queries > 1:
+        q = q.permute(0, 2, 3, 1, 4)  # [n, K, H / K, queries, D]
+    if tile.num_keys < k.shape[1]:
+        k = k[:, : tile.num_keys]
+    scores = torch.bmm(q.reshape(len(k), -1, head_dim), k.transpose(1, 2)).view(n, num_kv_heads, -1, tile.num_queries, tile.num_keys)
+    return torch.softmax(torch.add(tile.masks[window], scores, alpha=scale), dim=-1)  # in one pass: mask + scale * scores
+
+
+def _weighted(weights: Tensor, v: Tensor, group: Group, tile: Tile) -> Tensor:
+    """Values summed by weight. weights: as from `_weights`; v: [n * K, keys, D] -> [n * queries, H * D]"""
+    if tile.num_keys < v.shape[1]:
+        v = v[:, : tile.num_keys]
+    answer = torch.bmm(weights.view(len(v), -1, tile.num_keys), v)  # [n * K, H / K * queries, D]
+    if tile.num_queries > 1:
+        answer = answer.view(*weights.shape[:-1], -1).permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]
+    return answer.reshape(group.num_requests * tile.num_queries, -1)

@@ -48,10 +48,11 @@ class KVCache:
         # Not zeroed: the operating system hands out the memory when a block is first written.
         self.blocks = torch.empty(shape, dtype=FORMATS[kv_format], device=device)  # [L, N+1, 2, K, S, D]
         self.blocks[:, self.null_block] = 0
-        # The same memory as each layer writes it, by block and slot, and as it reads it, a head's whole block at a time.
+        # The same memory as a layer writes it, by block and slot, and as it reads it: a row is a whole block of one KV head.
         self._written = list(self.blocks.permute(0, 1, 4, 2, 3, 5))  # L of [N+1, S, 2, K, D]
-        self._read = list(self.blocks.view(config.num_layers, -1, block_size * config.head_dim))  # L of [(N+1) * 2 * K, S * D]
-        self._scratch = self._read[0].new_empty(0, block_size * config.head_dim)
+        rows = self.blocks.view(config.num_layers, -1, block_size * config.head_dim)  # L of [(N+1) * 2 * K, S * D]
+        self._read = [(layer, layer[config.num_kv_heads :]) for layer in rows]  # values stand K rows behind their keys
+        self._scratch = [rows.new_empty(0, rows.shape[-1]), rows.new_empty(0, rows.shape[-1])]
 
     @property
     def null_block(self) -> int:
@@ -70,21 +71,21 @@ class KVCache:
         self._written[layer].index_put_(place, kv.to(self.blocks.dtype))
 
     def gather_index(self, tables: Tensor) -> Tensor:
-        """Rows of a layer that `gather` reads for these block tables, made once a step. tables: [B, blocks] -> [2 B K blocks]"""
-        kinds = torch.arange(2, device=tables.device)[:, None, None, None]
+        """What `gather` reads for these block tables, made once a step. tables: [B, blocks] -> [B * K * blocks]"""
         heads = torch.arange(self.num_kv_heads, device=tables.device)[:, None]
-        return ((tables[:, None] * 2 + kinds) * self.num_kv_heads + heads).flatten()
+        return (tables[:, None] * (2 * self.num_kv_heads) + heads).flatten()
 
-    def gather(self, layer: int, index: Tensor, unused: Tensor, dtype: torch.dtype) -> Tensor:
-        """Fetch keys and values block by block, valid until the next gather. index: [R] from `gather_index` -> [R, S, D]
+    def gather(self, layer: int, kind: int, index: Tensor, unused: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
+        """Fetch the keys (kind 0) or values (kind 1) of whole block tables, valid until the next gather of that kind.
 
-        unused: slots of the result ([R x S]) that hold no token and are read as zeros, since 0 x NaN is NaN.
+        index: [R] from `gather_index`; unused: slots of the result that hold no token and are read as zeros, since 0 x NaN is
+        NaN -> [B * K, num_keys, D]
         """
-        if len(self._scratch) < len(index):  # one for all layers: fresh memory each time would cost a page fault per 4 KiB
-            self._scratch = self._scratch.new_empty(len(index), self._scratch.shape[1])
-        gathered = torch.index_select(self._read[layer], 0, index, out=self._scratch[: len(index)])
+        if len(self._scratch[kind]) < len(index):  # one for all layers: fresh memory each time would cost a page fault per 4 KiB
+            self._scratch[kind] = self._scratch[kind].new_empty(len(index), self._scratch[kind].shape[1])
+        gathered = torch.index_select(self._read[layer][kind], 0, index, out=self._scratch[kind][: len(index)])
         gathered.view(-1, self.head_dim).index_fill_(0, unused, 0)
-        return gathered.view(-1, self.block_size, self.head_dim).to(dtype)
+        return gathered.view(-1, num_keys, self.head_dim).to(dtype)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

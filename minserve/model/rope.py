@@ -19,10 +19,10 @@ from minserve.model.config import RopeConfig
 
 
 class Rotation(NamedTuple):
-    """The turn of every token of a step, made once and used by all layers. `sin` carries the sign of each half."""
+    """The turn of every token of a step, made once and used by all layers."""
 
-    cos: Tensor  # [T, 1, 2, D/2] float32
-    sin: Tensor  # [T, 1, 2, D/2] float32
+    cos: Tensor  # [T, 1, 1, D/2] float32
+    sin: Tensor  # [T, 1, D/2] float32
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -83,13 +83,13 @@ def rotation(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rot
     """The turn of each token. positions: [T] integers; frequencies: [D/2] float32 from `inverse_frequencies`."""
     angles = positions.to(torch.float32)[:, None] * frequencies  # [T, D/2]
     cos, sin = angles.cos() * factor, angles.sin() * factor
-    return Rotation(torch.stack((cos, cos), dim=1).unsqueeze(1), torch.stack((-sin, sin), dim=1).unsqueeze(1))
+    return Rotation(cos[:, None, None], sin[:, None])
 
 
 def rotate_(x: Tensor, turn: Rotation) -> None:
     """Turn all heads of all tokens in place, computing in float32. x: [T, heads, D], any float type.
 
-    (a, b) becomes (a cos - b sin, b cos + a sin): here as x * cos + swapped(x) * (-sin, sin), three passes instead of six.
+    (a, b) becomes (a cos - b sin, b cos + a sin).
 
     >>> x = torch.tensor([[[1.0, 0.0, 0.0, 0.0]]])
     >>> rotate_(x, rotation(torch.tensor([1]), torch.tensor([1.0, 0.01]))); x
@@ -97,4 +97,8 @@ def rotate_(x: Tensor, turn: Rotation) -> None:
     """
     halves = x.unflatten(-1, (2, -1))  # [T, heads, 2, D/2], shares x's memory
     wide = halves.to(torch.float32)
-    halves.copy_((wide * turn.cos).addcmul_(wide.flip(2), turn.sin))
+    first, second = wide.unbind(2)
+    turned = wide * turn.cos
+    turned[:, :, 0].addcmul_(second, turn.sin, value=-1)
+    turned[:, :, 1].addcmul_(first, turn.sin)
+    halves.copy_(turned)

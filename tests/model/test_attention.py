@@ -150,30 +150,46 @@ def test_a_row_may_read_slots_that_an_earlier_row_of_the_step_writes():
     torch.testing.assert_close(got["B"], full_logits(decoder, b)[32:], atol=1e-4, rtol=1e-4)
 
 
-def test_a_large_step_is_gathered_in_several_goes(monkeypatch):
-    monkeypatch.setattr(attention, "MAX_GATHER_TOKENS", 256)
-    cache, batch, queries, kvs = scenario(MIXES["everything"], num_heads=4, num_kv_heads=2, size=16)
-    assert len(AttentionMetadata.build(batch, cache, {None}, torch.float32).gathers) > 2
+def test_a_step_may_need_many_groups(monkeypatch):
+    monkeypatch.setattr(attention, "MAX_GROUP_TOKENS", 64)
+    cache, batch, queries, kvs = scenario(MIXES["decodes of many lengths"] * 2, num_heads=4, num_kv_heads=2, size=16)
+    assert len(AttentionMetadata.build(batch, cache, {None}, torch.float32).groups) > 10
     got = attend(cache, batch, queries)
     for row in batch.rows:
         name = row.request.request_id
         torch.testing.assert_close(got[name], naive(queries[name], kvs[name][:, 0], kvs[name][:, 1], row.start, None), atol=1e-5, rtol=1e-4)
 
 
-def test_groups_hold_every_row_once_and_carry_bounded_padding():
-    lengths = random.Random(3).choices(range(1, 2000), k=100)
-    chunks = [(0, 70), (0, 68), (64, 200), (0, 400), (5, 7)]
-    batch = batch_of(*[(request(f"R{i}", [1] * e), s, e, ()) for i, (s, e) in enumerate([(n - 1, n) for n in lengths] + chunks)])
+def step_of(chunks: list[tuple[int, int]]) -> ScheduledBatch:
+    return batch_of(*[(request(f"R{i}", [1] * end), start, end, ()) for i, (start, end) in enumerate(chunks)])
+
+
+def test_groups_hold_every_row_once_and_are_bounded():
+    lengths = random.Random(3).choices(range(1, 9000), k=100)
+    batch = step_of([(n - 1, n) for n in lengths] + [(0, 70), (0, 68), (64, 200), (0, 400), (5, 7)])
     groups = plan_groups(batch.rows)
     names = [row.request.request_id for rows, _ in groups for row in rows]
     assert sorted(names) == sorted(row.request.request_id for row in batch.rows)
-    for rows, num_queries in groups:
-        num_keys = max(row.end for row in rows)
-        assert len(rows) == 1 or len(rows) * num_keys <= attention.MAX_GROUP_TOKENS
-        if num_queries == 1:
-            rounding = attention.ROUND_KEYS * len(rows)
-            assert sum(num_keys - row.end for row in rows) <= attention.GROUP_COST_TOKENS + rounding
+    assert all(len(rows) == 1 or len(rows) * max(row.end for row in rows) <= attention.MAX_GROUP_TOKENS for rows, _ in groups)
     assert [len(rows) for rows, num_queries in groups if num_queries == 96] == [2], "chunks of one shape go together"
+
+
+def cost(groups: list[list[int]]) -> int:
+    return sum(attention.GROUP_COST_TOKENS + len(group) * -(-max(group) // attention.ROUND_KEYS) * attention.ROUND_KEYS for group in groups)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_decodes_are_cut_where_it_is_cheapest(seed):
+    """Against every way to cut 9 lengths in order."""
+    lengths = sorted(random.Random(seed).choices(range(1, 800), k=9), reverse=True)
+    got = [[row.end for row in rows] for rows, _ in plan_groups(step_of([(n - 1, n) for n in lengths]).rows)]
+    ways = []
+    for cuts in range(1 << 8):
+        way = [[lengths[0]]]
+        for i, length in enumerate(lengths[1:]):
+            way.append([length]) if cuts >> i & 1 else way[-1].append(length)
+        ways.append(way)
+    assert cost(got) == min(map(cost, ways))
 
 
 def test_positions_follow_the_rows():

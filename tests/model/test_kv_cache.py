@@ -19,9 +19,11 @@ def filled(kv_format: str = "fp32", num_blocks: int = 6) -> KVCache:
 
 
 def gathered(cache: KVCache, tables: list[list[int]], unused: Sequence[int] = ()) -> torch.Tensor:
-    index = cache.gather_index(torch.tensor(tables))
-    rows = cache.gather(1, index, torch.tensor(list(unused), dtype=torch.long), torch.float32)
-    return rows.view(2, len(tables), K, -1, D)[..., 0]
+    """The first number of every slot: [2, requests, K, tokens]"""
+    index, no_tokens = cache.gather_index(torch.tensor(tables)), torch.tensor(list(unused), dtype=torch.long)
+    num_keys = len(tables[0]) * S
+    kinds = [cache.gather(1, kind, index, no_tokens, num_keys, torch.float32).view(len(tables), K, num_keys, D) for kind in (0, 1)]
+    return torch.stack(kinds)[..., 0]
 
 
 def test_bytes():
@@ -52,7 +54,7 @@ def test_the_null_block_reads_as_zeros():
 def test_unused_slots_read_as_zeros_whatever_they_hold():
     cache = filled()
     cache.blocks[:, 3, :, :, 2:] = torch.nan
-    unused = [kind * 8 + head * 4 + slot for kind in (0, 1) for head in (0, 1) for slot in (2, 3)]
+    unused = [head * 4 + slot for head in (0, 1) for slot in (2, 3)]
     assert gathered(cache, [[3]], unused).tolist() == [
         [[[3000, 3001, 0, 0], [3010, 3011, 0, 0]]],
         [[[3100, 3101, 0, 0], [3110, 3111, 0, 0]]],
@@ -75,9 +77,11 @@ def test_the_format_may_differ_from_the_compute_type():
     cache = KVCache(tiny_config(), 2, S, "bf16")
     kv = torch.randn(1, 2, K, D)
     cache.write(1, kv, cache.place(torch.tensor([0])))
-    k, v = cache.gather(1, cache.gather_index(torch.tensor([[0]])), torch.tensor([], dtype=torch.long), torch.float32).view(2, K, S, D)
-    assert k.dtype == torch.float32
-    assert torch.equal(k[:, 0], kv[0, 0].bfloat16().float()) and torch.equal(v[:, 0], kv[0, 1].bfloat16().float())
+    index, none = cache.gather_index(torch.tensor([[0]])), torch.tensor([], dtype=torch.long)
+    for kind in (0, 1):
+        got = cache.gather(1, kind, index, none, S, torch.float32)
+        assert got.dtype == torch.float32
+        assert torch.equal(got[:, 0], kv[0, kind].bfloat16().float())
 
 
 def test_copies_read_all_sources_before_any_target_is_written():
@@ -92,8 +96,8 @@ def test_copies_read_all_sources_before_any_target_is_written():
 def test_scratch_is_kept_and_grows():
     cache = filled()
     gathered(cache, [[0, 1, 2]])
-    first = cache._scratch.data_ptr()
+    first = cache._scratch[0].data_ptr()
     gathered(cache, [[0, 1]])
-    assert cache._scratch.data_ptr() == first and len(cache._scratch) == 3 * 2 * K
+    assert cache._scratch[0].data_ptr() == first and len(cache._scratch[0]) == 3 * K
     gathered(cache, [[0, 1, 2, 3], [0, 1, 2, 3]])
-    assert len(cache._scratch) == 8 * 2 * K
+    assert len(cache._scratch[0]) == len(cache._scratch[1]) == 8 * K

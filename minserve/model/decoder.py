@@ -95,7 +95,7 @@ class Decoder:
     def _project(self, layer: Layer, x: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
         """Queries, and keys and values together; q and k turned to their positions. x: [T, E] -> [T, H, D], [T, 2, K, D]"""
         c = self.config
-        heads = layer.qkv(x).view(len(x), -1, c.head_dim)  # [T, H + K + K, D]
+        heads = layer.qkv(x).view(x.shape[0], -1, c.head_dim)  # [T, H + K + K, D]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k, _ = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
             q.copy_(self._normed(q, layer.q_norm))

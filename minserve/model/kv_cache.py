@@ -81,9 +81,10 @@ class KVCache:
         index: [R] from `gather_index`; unused: slots of the result that hold no token and are read as zeros, since 0 x NaN is
         NaN -> [B * K, num_keys, D]
         """
-        if len(self._scratch[kind]) < len(index):  # one for all layers: fresh memory each time would cost a page fault per 4 KiB
-            self._scratch[kind] = self._scratch[kind].new_empty(len(index), self._scratch[kind].shape[1])
-        gathered = torch.index_select(self._read[layer][kind], 0, index, out=self._scratch[kind][: len(index)])
+        num_rows, scratch = index.numel(), self._scratch[kind]
+        if scratch.shape[0] < num_rows:  # one for all layers: fresh memory each time would cost a page fault per 4 KiB
+            scratch = self._scratch[kind] = scratch.new_empty(num_rows, scratch.shape[1])
+        gathered = torch.index_select(self._read[layer][kind], 0, index, out=scratch[:num_rows])
         gathered.view(-1, self.head_dim).index_fill_(0, unused, 0)
         return gathered.view(-1, num_keys, self.head_dim).to(dtype)
 

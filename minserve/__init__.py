@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from minserve.core.request import SamplingParams
-    from minserve.llm import LLM, EngineConfig
+    from minserve.interface import EngineConfig
+    from minserve.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
 
-_HOME = {"LLM": "minserve.llm", "EngineConfig": "minserve.llm", "SamplingParams": "minserve.core.request"}
+_HOME = {"LLM": "minserve.llm", "EngineConfig": "minserve.interface", "SamplingParams": "minserve.core.request"}
 
 
 def __getattr__(name: str) -> object:

@@ -10,7 +10,6 @@ Taught in notebook 00.
 """
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -37,8 +36,10 @@ def load_workload(path: str | Path | None = None) -> Workload:
         sets = json.loads(text)["sets"]
         for requests in sets.values():
             for request in requests:
-                request["id"], request["prompt_ids"], request["max_tokens"]
-    except (ValueError, KeyError, TypeError) as error:
+                missing = {"id", "prompt_ids", "max_tokens"} - request.keys()
+                if missing:
+                    raise KeyError(*missing)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f'{path}: not a workload ({{"sets": {{name: [{{id, prompt_ids, max_tokens}}]}}}}): {error!r}') from error
     return sets
 
@@ -52,7 +53,9 @@ def run_set(llm: LLM, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s
     for request, output in zip(requests, outputs, strict=True):
         if len(output.token_ids) != request["max_tokens"]:
-            raise InvalidRequest(f"{request['id']}: {len(output.token_ids)} tokens instead of {request['max_tokens']} ({output.finish_reason})")
+            raise InvalidRequest(
+                f"{request['id']}: {len(output.token_ids)} tokens instead of {request['max_tokens']} ({output.finish_reason})"
+            )
     s = llm.trace.summary()
     return {
         "wall_s": round(wall_s, 3),
@@ -94,14 +97,18 @@ def outside_torch_share(llm: LLM, requests: Sequence[Mapping[str, Any]], batch_s
         for _ in range(num_steps):
             engine.step()
         wall_s = time.perf_counter() - start_s
-    inside_s = sum(event.cpu_time_total for event in profiler.events() if event.cpu_parent is None) / 1e6
+    inside_s = sum(event.cpu_time_total for event in profiler.events() or () if event.cpu_parent is None) / 1e6
     for request in added:
         engine.abort(request.request_id)
     return {"batch": len(added), "step_ms": round(1e3 * wall_s / num_steps, 2), "outside_torch_share": round(1 - inside_s / wall_s, 4)}
 
 
 def peak_memory_mib() -> int:
-    """Peak resident memory of this process. Linux counts in KiB, macOS in bytes."""
+    """Peak resident memory of this process. Linux counts in KiB, macOS in bytes; 0 where it is not known."""
+    if sys.platform == "win32":
+        return 0  # Windows keeps no such account for the standard library
+    import resource  # not there on Windows
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak // (1 << 20) if sys.platform == "darwin" else peak // 1024
 
@@ -147,5 +154,6 @@ def main(
 def _print_line(name: str, r: Mapping[str, Any]) -> None:
     print(
         f"{name}: {r['wall_s']} s, {r['out_tok_s']} output tokens/s, TTFT p50/p99 {r['ttft_p50_s']}/{r['ttft_p99_s']} s, "
-        f"ITL p50/p99 {r['itl_p50_ms']}/{r['itl_p99_ms']} ms, {r['hit_tokens']} tokens from the prefix cache, {r['preemptions']} preemptions"
+        f"ITL p50/p99 {r['itl_p50_ms']}/{r['itl_p99_ms']} ms, {r['hit_tokens']} tokens from the prefix cache, "
+        f"{r['preemptions']} preemptions"
     )

@@ -9,15 +9,13 @@ blocks returned; a call from another thread (a widget's callback) waits its turn
 Taught in notebook 00.
 """
 
-import dataclasses
-import difflib
 import gc
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,9 +24,10 @@ from minserve.core.block_manager import BlockManager
 from minserve.core.clock import WallClock
 from minserve.core.engine import Engine, ModelLimits
 from minserve.core.policies import Policy
-from minserve.core.request import FinishReason, InvalidRequest, Request, SamplingParams, TokenLogprob
+from minserve.core.request import FinishReason, InvalidRequest, Request, SamplingParams
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from minserve.core.trace import RequestRecord, Trace
+from minserve.interface import Completion, EngineConfig, Prompt, RequestOutput, as_list, as_params
 from minserve.model import zoo
 from minserve.model.config import ModelConfig
 from minserve.model.decoder import Decoder
@@ -36,78 +35,7 @@ from minserve.model.kv_cache import KVCache
 from minserve.model.runner import ModelRunner
 from minserve.model.sampler import Sampler
 from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool
-from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool
 from minserve.model.tokenizer import Detokenizer, Tokenizer
-
-Prompt: TypeAlias = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """Everything about an engine that can be chosen. Sizes in bytes, tokens or blocks, as the names say."""
-
-    dtype: str = "auto"  # compute type: auto (timed at start), fp32, bf16, fp16
-    device: str = "auto"
-    num_threads: int | None = None  # of torch on the CPU; None leaves torch's own choice
-    attention_backend: str = "torch"
-    kv_format: str = "auto"  # auto: the compute type
-    block_size: int = 16  # tokens a block
-    num_blocks: int | None = None  # the pool: given in blocks,
-    kv_cache_bytes: int | None = None  # or in bytes,
-    kv_memory_fraction: float = 0.3  # or as a share of the memory that is free at start
-    max_model_len: int | None = None  # prompt + output; None: what the model and the pool allow
-    token_budget: int = 512  # tokens a step computes at most
-    max_running: int = 64
-    max_chunk_tokens: int | None = None
-    watermark: float = 0.01  # share of the pool that stays free when a request is admitted
-    prefix_caching: bool = True
-    max_trace_records: int | None = 100_000
-
-    @classmethod
-    def from_fields(cls, values: Mapping[str, Any]) -> "EngineConfig":
-        names = [f.name for f in dataclasses.fields(cls)]
-        for name in values:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f", did you mean {close[0]!r}?" if close else f"; known settings: {', '.join(names)}"
-                raise ValueError(f"unknown engine setting {name!r}{hint}")
-        return cls(**values)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One answer. `token_ids` are all generated tokens, an end token included; `text` stops before it."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: list[TokenLogprob] | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What became of one prompt: its n answers, and the times of the first of them (seconds of the engine's clock)."""
-
-    request_id: str
-    prompt: str | None  # None where token ids were given
-    prompt_ids: tuple[int, ...]
-    outputs: list[Completion]
-    num_cached_tokens: int
-    metrics: RequestRecord
-
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.outputs[0].finish_reason
 
 
 @dataclass(slots=True)
@@ -154,7 +82,8 @@ class LLM:
         )
         cache = KVCache(decoder.config, self.pool.num_blocks, config.block_size, self.pool.kv_format, device)
         self._runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
-        self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), self._limits(decoder), Trace(config.max_trace_records))
+        limits = ModelLimits(self.pool.max_model_len, decoder.config.vocab_size, self.tokenizer.eos_ids)
+        self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), limits, Trace(config.max_trace_records))
         self._live: dict[str, _Live] = {}
         self._lock = threading.RLock()
         self._is_closed = False
@@ -176,9 +105,6 @@ class LLM:
             max_chunk_tokens=config.max_chunk_tokens,
         )
         return Scheduler(settings, blocks, policy)
-
-    def _limits(self, decoder: Decoder) -> ModelLimits:
-        return ModelLimits(self.pool.max_model_len, decoder.config.vocab_size, frozenset(self.tokenizer.eos_ids))
 
     def describe(self) -> str:
         """Model, compute type and memory in two lines."""
@@ -217,8 +143,8 @@ class LLM:
         `params` are for all prompts or a list with one for each; sampling fields may be given by name instead. Raises InvalidRequest
         before anything runs if any prompt cannot be served. `progress` shows a bar on work that takes longer than a second.
         """
-        prompts = _as_list(prompts)
-        groups = self._submit(prompts, _as_params(params, fields, len(prompts)), priority, salt)
+        prompts = as_list(prompts)
+        groups = self._submit(prompts, as_params(params, fields, len(prompts)), priority, salt)
         requests = [request for group in groups for request in group]
         try:
             self._serve(requests, progress)
@@ -238,9 +164,9 @@ class LLM:
         conversations: Sequence[Any] = [messages] if one else messages
         return self.generate([self.tokenizer.chat(conversation) for conversation in conversations], params, **options)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **fields: Any) -> Generator[str, None, None]:
         """The answer piece by piece, as soon as a piece is safe to show. Leaving the loop early gives the request up."""
-        [request_params] = _as_params(params, fields, 1)
+        [request_params] = as_params(params, fields, 1)
         if request_params.n != 1:
             raise InvalidRequest(f"a stream has one answer, got n = {request_params.n}")
         [requests] = self._submit([prompt], [request_params], 0, "")
@@ -255,7 +181,9 @@ class LLM:
         finally:
             self._forget(requests)
 
-    def chat_stream(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **fields: Any) -> Iterator[str]:
+    def chat_stream(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **fields: Any
+    ) -> Generator[str, None, None]:
         """`stream` for a conversation."""
         return self.stream(self.tokenizer.chat(messages), params, **fields)
 
@@ -317,7 +245,7 @@ class LLM:
         elif live.request.is_finished:
             live.pieces.append(live.detokenizer.finish())
 
-    def _fetch(self, live: _Live) -> Iterator[str]:
+    def _fetch(self, live: _Live) -> Generator[str, None, None]:
         with self._lock:
             text, live.pieces = "".join(live.pieces), []
         if text:
@@ -390,31 +318,3 @@ class LLM:
     def _refuse_when_closed(self) -> None:
         if self._is_closed:
             raise RuntimeError("this LLM is closed; make a new one to serve again")
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string or token ids) becomes a list of one. Mixed lists are refused: which was meant cannot be told."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(f"prompts must be a string, a list of strings or lists of token ids, got {type(prompts).__name__}")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    kinds = {str if isinstance(item, str) else list if isinstance(item, Sequence) else type(item) for item in prompts}
-    if not kinds <= {str} and not kinds <= {list}:
-        raise InvalidRequest(f"prompts must be all strings or all lists of token ids, got {sorted(kind.__name__ for kind in kinds)}")
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], num_prompts: int) -> list[SamplingParams]:
-    if params is not None and fields:
-        raise InvalidRequest(f"give sampling fields by name or as params, not both: {', '.join(fields)}")
-    if params is None:
-        params = SamplingParams.from_dict(fields)
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
-    if isinstance(params, Mapping):
-        return [SamplingParams.from_dict(params)] * num_prompts
-    if len(params) != num_prompts:
-        raise InvalidRequest(f"{num_prompts} prompts and {len(params)} sampling params: give one for all, or one for each")
-    return list(params)

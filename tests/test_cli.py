@@ -34,7 +34,21 @@ def test_generate_streams_one_prompt(tiny_dir: Path, capsys: pytest.CaptureFixtu
 
 
 def test_generate_answers_several_prompts_and_samples(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--model", str(tiny_dir), "--max-tokens", "3", "--num-blocks", "40", "--n", "2", "--temperature", "1", "--seed", "1", "--chat"]
+    options = [
+        "--model",
+        str(tiny_dir),
+        "--max-tokens",
+        "3",
+        "--num-blocks",
+        "40",
+        "--n",
+        "2",
+        "--temperature",
+        "1",
+        "--seed",
+        "1",
+        "--chat",
+    ]
     assert cli.main(["generate", "abc", "xyz", *options]) == 0
     out = capsys.readouterr().out
     assert [line.split(" [")[0] for line in out.splitlines() if line.startswith("---")] == ["--- abc"] * 2 + ["--- xyz"] * 2
@@ -82,7 +96,19 @@ def tiny_workload(path: Path) -> Path:
 
 def test_bench_writes_what_the_peers_write(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload, out = tiny_workload(tmp_path / "w.json"), tmp_path / "out.json"
-    options = ["--model", str(tiny_dir), "--workload", str(workload), "--json", str(out), "--num-blocks", "40", "--dtype", "fp32", "--primed"]
+    options = [
+        "--model",
+        str(tiny_dir),
+        "--workload",
+        str(workload),
+        "--json",
+        str(out),
+        "--num-blocks",
+        "40",
+        "--dtype",
+        "fp32",
+        "--primed",
+    ]
     assert cli.main(["bench", *options]) == 0
     result = json.loads(out.read_text(encoding="utf-8"))
     assert (result["peer"], result["dtype"], result["num_blocks"]) == ("minserve", "float32", 40)

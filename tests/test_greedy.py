@@ -40,7 +40,9 @@ def gaps(reference, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> lis
     return (logits.max(dim=-1).values - logits[range(len(output_ids)), list(output_ids)]).tolist()
 
 
-def test_all_64_requests_give_the_tokens_of_transformers_generate(reference, recorded: dict[str, list[int]], default_model_dir: Path) -> None:
+def test_all_64_requests_give_the_tokens_of_transformers_generate(
+    reference, recorded: dict[str, list[int]], default_model_dir: Path
+) -> None:
     requests = load_workload()["mixed"]
     params = [SamplingParams(max_tokens=request["max_tokens"], ignore_eos=True) for request in requests]
     with LLM(default_model_dir, dtype="fp32", num_blocks=1200, max_model_len=1024, num_threads=2, verbose=False) as llm:

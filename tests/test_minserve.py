@@ -39,6 +39,6 @@ def test_loaded_by_sees_what_is_loaded() -> None:
 def test_public_names() -> None:
     assert minserve.SamplingParams is request.SamplingParams
     assert {"LLM", "EngineConfig", "SamplingParams"} <= set(dir(minserve))
-    assert minserve.LLM.__module__ == minserve.EngineConfig.__module__ == "minserve.llm"
+    assert (minserve.LLM.__module__, minserve.EngineConfig.__module__) == ("minserve.llm", "minserve.interface")
     with pytest.raises(ImportError, match="cannot import name 'Llm' from 'minserve'"):
         exec("from minserve import Llm")

@@ -45,7 +45,10 @@ def play(decoder: Decoder, seed: int, seen: Counter[str]) -> list[Request]:
     """One run drawn from `seed`: arrivals, samples, priorities, aborts and forced preemptions at random steps."""
     rng = Random(seed)
     engine = make_engine(decoder, rng)
-    todo = [(rng.randint(0, 8), tuple(rng.choice(STREAMS)[: rng.randint(1, 60)]), rng.randint(1, 14), rng.choice([1, 1, 2, 3])) for _ in range(7)]
+    todo = [
+        (rng.randint(0, 8), tuple(rng.choice(STREAMS)[: rng.randint(1, 60)]), rng.randint(1, 14), rng.choice([1, 1, 2, 3]))
+        for _ in range(7)
+    ]
     requests: list[Request] = []
     for step in range(2_000):
         for arrival in [a for a in todo if a[0] == step]:

@@ -5,6 +5,10 @@ longest. Instead the step is cut once into groups of similar shape; a layer then
 batched product for the scores, softmax, one for the output. The query heads that share a KV head become extra query
 rows of it (H / K rows per token), so keys and values are never repeated in memory.
 
+Requests that begin with the same blocks (a common system prompt) have those fetched once: the queries of all of them are rows of one
+product with the shared keys. The scores of the shared and of the own keys stand side by side in one softmax, so nothing has to be
+merged afterwards (Hydragen, Juravsky et al. 2024, merges partial softmaxes instead).
+
 Measured on two Zen 4 cores, bf16, one layer of SmolLM2-135M, 64 requests of 20-500 tokens: 3.0 ms, half of it the gather (the
 speed of memory); scaled_dot_product_attention on the same gathered groups 4.2 ms, and 9.7 ms without groups. A prompt of 512
 tokens in tiles of 128: 2.1 ms, causal SDPA 5.4. oneDNN compiles a kernel for each new shape (0.5-1 ms), so token
@@ -20,12 +24,14 @@ Taught in notebook 05.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minserve.core.batch import ScheduledBatch, ScheduledRequest
-from minserve.model.kv_cache import KVCache
+from minserve.model.kv_cache import KVCache, Reading
 
 TILE_TOKENS = 128  # queries of one request that share a score matrix; later tiles see more keys
 ROUND_KEYS = 32  # key counts are rounded up to a multiple of this ...
@@ -49,12 +55,11 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Requests that are padded to one number of keys. `index` and `unused` are arguments of KVCache.gather."""
+    """Requests that are padded to one number of keys, behind the blocks that all of them begin with, if there are any."""
 
     num_requests: int
-    num_keys: int
-    index: Tensor
-    unused: Tensor
+    own: Reading
+    shared: Reading | None
     tiles: tuple[Tile, ...]
 
 
@@ -72,17 +77,19 @@ class AttentionMetadata:
     def build(cls, batch: ScheduledBatch, cache: KVCache, windows: Iterable[int | None], dtype: torch.dtype) -> "AttentionMetadata":
         """Lay out a step. windows: the sliding windows that the model's layers use."""
         device, size = cache.blocks.device, cache.block_size
-        groups = plan_groups(batch.rows)
-        rows = tuple(row for group, _ in groups for row in group)
+        windows = tuple(set(windows))
+        # A window ends inside a prefix, in another place for each request: then the prefix is not one for all.
+        groups = plan_groups(batch.rows, size if windows == (None,) else None)
+        rows = tuple(row for group in groups for row in group.rows)
         positions = [p for row in rows for p in range(row.start, row.end)]
         slots = [row.block_table[p // size] * size + p % size for row in rows for p in range(row.start, row.end)]
-        builder = _Builder(cache, tuple(set(windows)), dtype, len(positions))
+        builder = _Builder(cache, windows, dtype, len(positions))
         return cls(
             rows=rows,
             num_tokens=len(positions),
             positions=torch.tensor(positions, dtype=torch.long, device=device),
             place=cache.place(torch.tensor(slots, dtype=torch.long, device=device)),
-            groups=tuple(builder.group(*group) for group in groups),
+            groups=tuple(builder.group(plan) for plan in groups),
         )
 
 
@@ -93,28 +100,56 @@ def _round_up(number: int, multiple: int) -> int:
 # --- which requests go together -------------------------------------------------------------------
 
 
-def plan_groups(rows: Rows) -> list[tuple[Rows, int]]:
-    """Cut a step into groups: (rows, query tokens per row). Decodes by length; short chunks by shape; long chunks alone."""
-    groups: list[tuple[Rows, int]] = [(group, 1) for group in _decode_groups([row for row in rows if row.num_tokens == 1])]
+class GroupPlan(NamedTuple):
+    """Rows that go together, the queries of each, and how many tokens of theirs lie in blocks that all of them begin with."""
+
+    rows: Rows
+    num_queries: int
+    num_shared: int = 0
+
+
+def plan_groups(rows: Rows, block_size: int | None) -> list[GroupPlan]:
+    """Cut a step into groups: decodes by length; short chunks by shape; long chunks alone. No block size: no shared prefixes."""
+    groups: list[GroupPlan] = []
+    for family, num_shared in _families([row for row in rows if row.num_tokens == 1], block_size):
+        groups += [GroupPlan(piece, 1, num_shared) for piece in _decode_groups(family, num_shared)]
     short: dict[tuple[int, int], list[ScheduledRequest]] = {}
     for row in rows:
         num_queries, num_keys = _round_up(row.num_tokens, ROUND_QUERIES), _round_up(row.end, ROUND_KEYS)
         if row.num_tokens > TILE_TOKENS:
-            groups.append(([row], row.num_tokens))
+            groups.append(GroupPlan([row], row.num_tokens))
         elif row.num_tokens > 1:
             short.setdefault((num_queries, num_keys), []).append(row)
     for (num_queries, num_keys), alike in short.items():
-        groups += [(piece, num_queries) for piece in _pieces(alike, num_keys)]
+        for family, num_shared in _families(alike, block_size):
+            groups += [GroupPlan(piece, num_queries, num_shared) for piece in _pieces(family, num_keys - num_shared)]
     return groups
 
 
-def _decode_groups(rows: Rows) -> list[Rows]:
+def _families(rows: Rows, block_size: int | None) -> list[tuple[Rows, int]]:
+    """Rows that begin with the same blocks, with the tokens in these, where that saves more than a group costs; then all others."""
+    by_first_block: dict[int, list[ScheduledRequest]] = {}
+    for row in rows:
+        by_first_block.setdefault(row.block_table[0], []).append(row)
+    families: list[tuple[Rows, int]] = []
+    others: list[ScheduledRequest] = []
+    for family in by_first_block.values():
+        # What a row writes in this step is its own, so the common blocks end before the first new token of each.
+        num_shared = len(commonprefix([row.block_table[: row.start // block_size] for row in family])) * block_size if block_size else 0
+        if (len(family) - 1) * num_shared >= 2 * GROUP_COST_TOKENS:  # one for the family, one for the products with its prefix
+            families.append((family, num_shared))
+        else:
+            others += family
+    return [*families, (others, 0)]
+
+
+def _decode_groups(rows: Rows, num_shared: int) -> list[Rows]:
     """Cut the decodes, longest first, where it is cheapest: a group costs GROUP_COST_TOKENS and its keys, padded to its longest.
 
     cheapest[i] is the least cost of all rows before starts[i], and where the last group of that solution begins.
     """
     rows = sorted(rows, key=lambda row: row.end, reverse=True)
-    lengths = [_round_up(row.end, ROUND_KEYS) for row in rows]
+    lengths = [_round_up(row.end - num_shared, ROUND_KEYS) for row in rows]
     starts = [i for i, length in enumerate(lengths) if i == 0 or length != lengths[i - 1]] + [len(rows)]
     cheapest = [(0, 0)]
     for end in range(1, len(starts)):
@@ -146,31 +181,35 @@ class _Builder:
         self.device = cache.blocks.device
         self._first_token = 0  # of the group being built
 
-    def group(self, rows: Rows, num_queries: int) -> Group:
+    def group(self, plan: GroupPlan) -> Group:
+        rows, num_queries, num_shared = plan
         size = self.cache.block_size
-        num_blocks = -(-_round_up(max(row.end for row in rows), ROUND_KEYS) // size)
-        tables = [(*row.block_table, *[self.cache.null_block] * (num_blocks - len(row.block_table))) for row in rows]
-        index = self.cache.gather_index(torch.tensor(tables, device=self.device))
+        num_shared_blocks = num_shared // size
+        num_blocks = -(-_round_up(max(row.end for row in rows) - num_shared, ROUND_KEYS) // size)
+        tables = [row.block_table[num_shared_blocks:] for row in rows]
+        padded = [(*table, *[self.cache.null_block] * (num_blocks - len(table))) for table in tables]
+        own = self.cache.reading(padded, self._unused([row.end - num_shared for row in rows], num_blocks * size))
+        shared = self.cache.reading([rows[0].block_table[:num_shared_blocks]], is_shared=True) if num_shared else None
         firsts = range(0, num_queries, TILE_TOKENS)
-        tiles = tuple(self._tile(rows, first, min(TILE_TOKENS, num_queries - first)) for first in firsts)
+        tiles = tuple(self._tile(plan, first, min(TILE_TOKENS, num_queries - first)) for first in firsts)
         self._first_token += sum(row.num_tokens for row in rows)
-        return Group(len(rows), num_blocks * size, index, self._unused(rows, num_blocks * size), tiles)
+        return Group(len(rows), own, shared, tiles)
 
-    def _unused(self, rows: Rows, num_keys: int) -> Tensor:
+    def _unused(self, lengths: Sequence[int], num_keys: int) -> Tensor:
         """Gathered slots ([n * K * num_keys]) between a request's last token and the end of its last block. -> [U]"""
         size, heads = self.cache.block_size, self.cache.num_kv_heads
-        places = [i * heads * num_keys + p for i, row in enumerate(rows) for p in range(row.end, _round_up(row.end, size))]
+        places = [i * heads * num_keys + p for i, length in enumerate(lengths) for p in range(length, _round_up(length, size))]
         starts = torch.arange(heads, device=self.device) * num_keys
         return (torch.tensor(places, dtype=torch.long, device=self.device)[:, None] + starts).flatten()
 
-    def _tile(self, rows: Rows, first: int, num_queries: int) -> Tile:
+    def _tile(self, plan: GroupPlan, first: int, num_queries: int) -> Tile:
         """Queries `first` to `first + num_queries` of each row's chunk; what goes beyond a chunk is padding."""
         padded = num_queries if num_queries == 1 else _round_up(num_queries, ROUND_QUERIES)
         tokens, positions, begin = [], [], self._first_token + first
-        for row in rows:
-            count = min(padded, row.num_tokens - first)
+        for row in plan.rows:
+            count, start = min(padded, row.num_tokens - first), row.start + first - plan.num_shared  # counted behind the prefix
             tokens += [*range(begin, begin + count), *[self.num_tokens] * (padded - count)]
-            positions.append([*range(row.start + first, row.start + first + count), *[0] * (padded - count)])
+            positions.append([*range(start, start + count), *[0] * (padded - count)])
             begin += row.num_tokens
         num_keys = _round_up(max(map(max, positions)) + 1, ROUND_KEYS)
         masks = self._masks(torch.tensor(positions, device=self.device), num_keys)
@@ -211,37 +250,56 @@ def paged_attention(
         raise ValueError(f"attention backend {backend!r} is not known; known: torch")
     out = q.new_empty(metadata.num_tokens + 1, q.shape[1] * q.shape[2])  # the last row takes the padding's answers
     for group in metadata.groups:
-        k, v = cache.gather(layer, 0, group.index, group.unused, group.num_keys, q.dtype), None  # [n * K, keys, D]
+        keys, values = _fetch(cache, layer, 0, group, q.dtype), None
         for tile in group.tiles:
-            weights = _weights(q, k, group, tile, scale, window)
-            if v is None:  # not before: keys that a core has just gathered are still in its own cache when it multiplies by them
-                v = cache.gather(layer, 1, group.index, group.unused, group.num_keys, q.dtype)
-            out[tile.targets] = _weighted(weights, v, group, tile)
+            weights = _weights(q, keys, group, tile, scale, window)
+            if values is None:  # not before: keys that a core has just gathered are still in its own cache when it multiplies by them
+                values = _fetch(cache, layer, 1, group, q.dtype)
+            out[tile.targets] = _weighted(weights, values, group, tile)
     return out[:-1]
 
 
-def _weights(q: Tensor, k: Tensor, group: Group, tile: Tile, scale: float, window: int | None) -> Tensor:
-    """Softmax of a tile's scores. q: [T, H, D]; k: [n * K, keys, D] -> [n, K, H / K, queries, keys]
+Fetched = tuple[Tensor, Tensor | None]  # own [n * K, keys, D] and, where there is one, the shared prefix [K, shared keys, D]
+
+
+def _fetch(cache: KVCache, layer: int, kind: int, group: Group, dtype: torch.dtype) -> Fetched:
+    own = cache.gather(layer, kind, group.own, dtype)
+    return own, cache.gather(layer, kind, group.shared, dtype) if group.shared else None
+
+
+def _weights(q: Tensor, keys: Fetched, group: Group, tile: Tile, scale: float, window: int | None) -> Tensor:
+    """Softmax of a tile's scores. q: [T, H, D] -> [n, K, H / K, queries, shared keys + keys]
 
     The H / K query heads of a KV head and the queries of the tile together are the rows of one product per KV head.
     """
-    num_pairs, _, head_dim = k.shape  # pairs of request and KV head
-    q = q[tile.tokens].view(group.num_requests, tile.num_queries, num_pairs // group.num_requests, -1, head_dim)
-    if tile.num_queries > 1:
-        q = q.permute(0, 2, 3, 1, 4)  # [n, K, H / K, queries, D]
-    if tile.num_keys < group.num_keys:
-        k = k[:, : tile.num_keys]
-    scores = torch.bmm(q.reshape(num_pairs, -1, head_dim), k.transpose(1, 2))  # [n * K, H / K * queries, keys]
-    scores = scores.view(group.num_requests, num_pairs // group.num_requests, -1, tile.num_queries, tile.num_keys)
-    return torch.softmax(torch.add(tile.masks[window], scores, alpha=scale), dim=-1)  # in one pass: mask + scale * scores
+    (own, shared), n, num_queries = keys, group.num_requests, tile.num_queries
+    num_pairs, _, head_dim = own.shape  # pairs of request and KV head
+    q = q[tile.tokens].view(n, num_queries, num_pairs // n, -1, head_dim)
+    q = q.permute(0, 2, 3, 1, 4) if num_queries > 1 else q.view(n, num_pairs // n, -1, 1, head_dim)  # [n, K, H / K, queries, D]
+    if tile.num_keys < group.own.num_keys:
+        own = own[:, : tile.num_keys]
+    scores = torch.bmm(q.reshape(num_pairs, -1, head_dim), own.transpose(1, 2))  # [n * K, H/K * queries, keys]
+    scores = scores.view(*q.shape[:-1], tile.num_keys)
+    scores = torch.add(tile.masks[window], scores, alpha=scale)  # in one pass: mask + scale * scores
+    if shared is not None:  # every query sees all of it
+        by_head = q.transpose(0, 1).reshape(len(shared), -1, head_dim)  # [K, n * H/K * queries, D]
+        seen = torch.bmm(by_head, shared.transpose(1, 2)).mul_(scale)
+        scores = torch.cat((seen.view(len(shared), n, *q.shape[2:4], -1).transpose(0, 1), scores), dim=-1)
+    return torch.softmax(scores, dim=-1)
 
 
-def _weighted(weights: Tensor, v: Tensor, group: Group, tile: Tile) -> Tensor:
-    """Values summed by weight. weights: as from `_weights`; v: [n * K, keys, D] -> [n * queries, H * D]"""
-    num_pairs, _, head_dim = v.shape
-    if tile.num_keys < group.num_keys:
-        v = v[:, : tile.num_keys]
-    answer = torch.bmm(weights.view(num_pairs, -1, tile.num_keys), v)  # [n * K, H / K * queries, D]
+def _weighted(weights: Tensor, values: Fetched, group: Group, tile: Tile) -> Tensor:
+    """Values summed by weight. weights: [n, K, H / K, queries, shared keys + keys] -> [n * queries, H * D]"""
+    own, shared = values
+    num_pairs, _, head_dim = own.shape
+    if tile.num_keys < group.own.num_keys:
+        own = own[:, : tile.num_keys]
+    num_shared = shared.shape[1] if shared is not None else 0
+    answer = torch.bmm(weights[..., num_shared:].reshape(num_pairs, -1, tile.num_keys), own)  # [n * K, H/K * queries, D]
+    answer = answer.view(*weights.shape[:-1], head_dim)
+    if shared is not None:
+        by_head = weights[..., :num_shared].transpose(0, 1).reshape(len(shared), -1, num_shared)  # [K, n * H/K * queries, shared keys]
+        answer += torch.bmm(by_head, shared).view(len(shared), len(answer), *answer.shape[2:]).transpose(0, 1)
     if tile.num_queries > 1:
-        answer = answer.view(*weights.shape[:-1], head_dim).permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]
+        answer = answer.permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]
     return answer.reshape(group.num_requests * tile.num_queries, -1)

@@ -13,6 +13,7 @@ Taught in notebook 04.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +35,16 @@ def bytes_per_token(config: ModelConfig, kv_format: str) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * FORMATS[kv_format].itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Which blocks a gather fetches. Slots in `unused` hold no token and are read as zeros, since 0 x NaN is NaN."""
+
+    index: Tensor  # [B * K * blocks] rows of a layer
+    unused: Tensor | None  # [U] slots of the gathered [B * K * num_keys]
+    num_keys: int  # tokens of each block table, padding included
+    is_shared: bool = False
+
+
 class KVCache:
     """N blocks of S slots for L layers. `num_blocks` counts the usable ones; the null block comes on top."""
 
@@ -52,7 +63,7 @@ class KVCache:
         self._written = list(self.blocks.permute(0, 1, 4, 2, 3, 5))  # L of [N+1, S, 2, K, D]
         rows = self.blocks.view(config.num_layers, -1, block_size * config.head_dim)  # L of [(N+1) * 2 * K, S * D]
         self._read = [(layer, layer[config.num_kv_heads :]) for layer in rows]  # values stand K rows behind their keys
-        self._scratch = [rows.new_empty(0, rows.shape[-1]), rows.new_empty(0, rows.shape[-1])]
+        self._scratch: dict[tuple[int, bool], Tensor] = {}  # by kind, and whether it is a shared prefix
 
     @property
     def null_block(self) -> int:
@@ -70,23 +81,26 @@ class KVCache:
         """Store the keys and values of a step's tokens. kv: [T, 2, K, D], keys first; place: from `place(slots)`"""
         self._written[layer].index_put_(place, kv.to(self.blocks.dtype))
 
-    def gather_index(self, tables: Tensor) -> Tensor:
-        """What `gather` reads for these block tables, made once a step. tables: [B, blocks] -> [B * K * blocks]"""
-        heads = torch.arange(self.num_kv_heads, device=tables.device)[:, None]
-        return (tables[:, None] * (2 * self.num_kv_heads) + heads).flatten()
+    def reading(self, tables: Sequence[Sequence[int]], unused: Tensor | None = None, is_shared: bool = False) -> "Reading":
+        """Prepare, once a step, to fetch block tables of equal length. tables: B of n blocks; unused: see `Reading`"""
+        ids = torch.tensor(tables, device=self.blocks.device)  # [B, n]
+        heads = torch.arange(self.num_kv_heads, device=ids.device)[:, None]
+        return Reading((ids[:, None] * (2 * self.num_kv_heads) + heads).flatten(), unused, ids.shape[1] * self.block_size, is_shared)
 
-    def gather(self, layer: int, kind: int, index: Tensor, unused: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-        """Fetch the keys (kind 0) or values (kind 1) of whole block tables, valid until the next gather of that kind.
+    def gather(self, layer: int, kind: int, reading: "Reading", dtype: torch.dtype) -> Tensor:
+        """Fetch the keys (kind 0) or values (kind 1) of whole block tables -> [B * K, num_keys, D]
 
-        index: [R] from `gather_index`; unused: slots of the result that hold no token and are read as zeros, since 0 x NaN is
-        NaN -> [B * K, num_keys, D]
+        Valid until the next gather of that kind, where a shared prefix and the requests' own blocks do not disturb each other.
         """
-        num_rows, scratch = index.numel(), self._scratch[kind]
-        if scratch.shape[0] < num_rows:  # one for all layers: fresh memory each time would cost a page fault per 4 KiB
-            scratch = self._scratch[kind] = scratch.new_empty(num_rows, scratch.shape[1])
-        gathered = torch.index_select(self._read[layer][kind], 0, index, out=scratch[:num_rows])
-        gathered.view(-1, self.head_dim).index_fill_(0, unused, 0)
-        return gathered.view(-1, num_keys, self.head_dim).to(dtype)
+        rows, place = self._read[layer][kind], (kind, reading.is_shared)
+        num_rows = reading.index.numel()
+        if place not in self._scratch or self._scratch[place].shape[0] < num_rows:
+            # One for all layers: fresh memory each time would cost a page fault per 4 KiB.
+            self._scratch[place] = rows.new_empty(num_rows, rows.shape[1])
+        gathered = torch.index_select(rows, 0, reading.index, out=self._scratch[place][:num_rows])
+        if reading.unused is not None:
+            gathered.view(-1, self.head_dim).index_fill_(0, reading.unused, 0)
+        return gathered.view(-1, reading.num_keys, self.head_dim).to(dtype)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

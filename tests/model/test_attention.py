@@ -161,17 +161,17 @@ def test_a_step_may_need_many_groups(monkeypatch):
 
 
 def step_of(chunks: list[tuple[int, int]]) -> ScheduledBatch:
-    return batch_of(*[(request(f"R{i}", [1] * end), start, end, ()) for i, (start, end) in enumerate(chunks)])
+    return batch_of(*[(request(f"R{i}", [1] * end), start, end, (i,)) for i, (start, end) in enumerate(chunks)])
 
 
 def test_groups_hold_every_row_once_and_are_bounded():
     lengths = random.Random(3).choices(range(1, 9000), k=100)
     batch = step_of([(n - 1, n) for n in lengths] + [(0, 70), (0, 68), (64, 200), (0, 400), (5, 7)])
-    groups = plan_groups(batch.rows)
-    names = [row.request.request_id for rows, _ in groups for row in rows]
+    groups = plan_groups(batch.rows, 16)
+    names = [row.request.request_id for rows, _, _ in groups for row in rows]
     assert sorted(names) == sorted(row.request.request_id for row in batch.rows)
-    assert all(len(rows) == 1 or len(rows) * max(row.end for row in rows) <= attention.MAX_GROUP_TOKENS for rows, _ in groups)
-    assert [len(rows) for rows, num_queries in groups if num_queries == 96] == [2], "chunks of one shape go together"
+    assert all(len(rows) == 1 or len(rows) * max(row.end for row in rows) <= attention.MAX_GROUP_TOKENS for rows, _, _ in groups)
+    assert [len(rows) for rows, num_queries, _ in groups if num_queries == 96] == [2], "chunks of one shape go together"
 
 
 def cost(groups: list[list[int]]) -> int:
@@ -182,7 +182,7 @@ def cost(groups: list[list[int]]) -> int:
 def test_decodes_are_cut_where_it_is_cheapest(seed):
     """Against every way to cut 9 lengths in order."""
     lengths = sorted(random.Random(seed).choices(range(1, 800), k=9), reverse=True)
-    got = [[row.end for row in rows] for rows, _ in plan_groups(step_of([(n - 1, n) for n in lengths]).rows)]
+    got = [[row.end for row in rows] for rows, _, _ in plan_groups(step_of([(n - 1, n) for n in lengths]).rows, 16)]
     ways = []
     for cuts in range(1 << 8):
         way = [[lengths[0]]]
@@ -203,3 +203,56 @@ def test_an_unknown_backend_is_refused():
     metadata = AttentionMetadata.build(batch, cache, {None}, torch.float32)
     with pytest.raises(ValueError, match="'cuda' is not known"):
         paged_attention(queries["R0"], cache, 0, metadata, SCALE, backend="cuda")
+
+
+# --- requests that begin with the same blocks -----------------------------------------------------------
+
+
+def family(tails: list[tuple[int, int]], num_shared_blocks: int, size: int = 16, seed: int = 0):
+    """Requests whose first blocks are the same; `tails` are (start, end) counted behind these. As from `scenario`."""
+    shared = num_shared_blocks * size
+    cache, batch, queries, kvs = scenario(
+        [(shared + start, shared + end) for start, end in tails], num_heads=4, num_kv_heads=2, size=size, seed=seed
+    )
+    first = batch.rows[0]
+    rows = []
+    for row in batch.rows:
+        name, table = row.request.request_id, (*first.block_table[:num_shared_blocks], *row.block_table[num_shared_blocks:])
+        kvs[name][:shared] = kvs[first.request.request_id][:shared]
+        rows.append((row.request, row.start, row.end, table))
+        for block_id in set(row.block_table) - set(table):
+            cache.blocks[:, block_id] = torch.nan  # nobody may read the copies that are not shared
+    return cache, batch_of(*rows), queries, kvs
+
+
+@pytest.mark.parametrize("tails", [[(9, 10), (0, 1), (40, 41)], [(0, 5), (3, 9), (1, 30)], [(4, 5), (0, 7), (20, 21), (16, 40)]])
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_shared_prefix_changes_nothing(monkeypatch, tails, window):
+    monkeypatch.setattr(attention, "GROUP_COST_TOKENS", 8)
+    cache, batch, queries, kvs = family(tails, num_shared_blocks=3)
+    metadata = AttentionMetadata.build(batch, cache, {window}, torch.float32)
+    assert any(group.shared is not None for group in metadata.groups) == (window is None)  # a window ends inside the prefix
+    got = attend(cache, batch, queries, window)
+    for row in batch.rows:
+        name = row.request.request_id
+        k, v = kvs[name].unbind(1)
+        torch.testing.assert_close(got[name], naive(queries[name], k, v, row.start, window), atol=1e-5, rtol=1e-4)
+
+
+def test_only_blocks_that_all_have_computed_are_shared(monkeypatch):
+    """The second row writes its third block in this step, as a request does that hit two blocks of the prefix."""
+    monkeypatch.setattr(attention, "GROUP_COST_TOKENS", 8)
+    a, b = request("A", [1] * 60), request("B", [1] * 60)
+    [plan] = plan_groups(batch_of((a, 59, 60, [7, 8, 9, 1]), (b, 59, 60, [7, 8, 9, 2])).rows, 16)
+    assert (len(plan.rows), plan.num_shared) == (2, 48)
+    plans = plan_groups(batch_of((a, 40, 60, [7, 8, 9, 1]), (b, 42, 60, [7, 8, 9, 2])).rows, 16)
+    assert [plan.num_shared for plan in plans] == [32]
+
+
+def test_a_prefix_is_shared_only_where_that_saves_more_than_a_group_costs():
+    def num_shared(num_rows: int) -> list[int]:
+        rows = [(request(f"R{i}", [1] * 401), 400, 401, [*range(24), 100 + i, 200 + i]) for i in range(num_rows)]
+        return [plan.num_shared for plan in plan_groups(batch_of(*rows).rows, 16) if plan.rows]
+
+    assert num_shared(2) == [0]  # 384 tokens saved, a group costs 1,024
+    assert num_shared(32) == [384]

@@ -20,9 +20,8 @@ def filled(kv_format: str = "fp32", num_blocks: int = 6) -> KVCache:
 
 def gathered(cache: KVCache, tables: list[list[int]], unused: Sequence[int] = ()) -> torch.Tensor:
     """The first number of every slot: [2, requests, K, tokens]"""
-    index, no_tokens = cache.gather_index(torch.tensor(tables)), torch.tensor(list(unused), dtype=torch.long)
-    num_keys = len(tables[0]) * S
-    kinds = [cache.gather(1, kind, index, no_tokens, num_keys, torch.float32).view(len(tables), K, num_keys, D) for kind in (0, 1)]
+    reading = cache.reading(tables, torch.tensor(list(unused), dtype=torch.long))
+    kinds = [cache.gather(1, kind, reading, torch.float32).view(len(tables), K, len(tables[0]) * S, D) for kind in (0, 1)]
     return torch.stack(kinds)[..., 0]
 
 
@@ -77,9 +76,9 @@ def test_the_format_may_differ_from_the_compute_type():
     cache = KVCache(tiny_config(), 2, S, "bf16")
     kv = torch.randn(1, 2, K, D)
     cache.write(1, kv, cache.place(torch.tensor([0])))
-    index, none = cache.gather_index(torch.tensor([[0]])), torch.tensor([], dtype=torch.long)
+    reading = cache.reading([[0]])
     for kind in (0, 1):
-        got = cache.gather(1, kind, index, none, S, torch.float32)
+        got = cache.gather(1, kind, reading, torch.float32)
         assert got.dtype == torch.float32
         assert torch.equal(got[:, 0], kv[0, kind].bfloat16().float())
 
@@ -96,8 +95,16 @@ def test_copies_read_all_sources_before_any_target_is_written():
 def test_scratch_is_kept_and_grows():
     cache = filled()
     gathered(cache, [[0, 1, 2]])
-    first = cache._scratch[0].data_ptr()
+    first = cache._scratch[0, False].data_ptr()
     gathered(cache, [[0, 1]])
-    assert cache._scratch[0].data_ptr() == first and len(cache._scratch[0]) == 3 * K
+    assert cache._scratch[0, False].data_ptr() == first and len(cache._scratch[0, False]) == 3 * K
     gathered(cache, [[0, 1, 2, 3], [0, 1, 2, 3]])
-    assert len(cache._scratch[0]) == len(cache._scratch[1]) == 8 * K
+    assert len(cache._scratch[0, False]) == len(cache._scratch[1]) == 8 * K
+
+
+def test_a_shared_prefix_and_own_blocks_are_gathered_side_by_side():
+    cache = filled()
+    shared = cache.gather(0, 0, cache.reading([[1, 2]], is_shared=True), torch.float32)
+    own = cache.gather(0, 0, cache.reading([[3, 4], [5, 0]]), torch.float32)
+    assert shared[:, ::S, 0].tolist() == [[1000, 2000], [1010, 2010]]
+    assert own[::K, ::S, 0].tolist() == [[3000, 4000], [5000, 0]]

@@ -40,7 +40,7 @@ def setup() -> None:
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     print(
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB memory, {device}; "
-        f"Python {platform.python_version()}, torch {torch.__version__} with {torch.get_num_threads()} threads"
+        f"Python {platform.python_version()}, torch {torch.__version__}, threads: {torch.get_num_threads()}"
     )
 
 

@@ -294,12 +294,13 @@ def _weighted(weights: Tensor, values: Fetched, group: Group, tile: Tile) -> Ten
     num_pairs, _, head_dim = own.shape
     if tile.num_keys < group.own.num_keys:
         own = own[:, : tile.num_keys]
-    num_shared = shared.shape[1] if shared is not None else 0
-    answer = torch.bmm(weights[..., num_shared:].reshape(num_pairs, -1, tile.num_keys), own)  # [n * K, H/K * queries, D]
-    answer = answer.view(*weights.shape[:-1], head_dim)
-    if shared is not None:
-        by_head = weights[..., :num_shared].transpose(0, 1).reshape(len(shared), -1, num_shared)  # [K, n * H/K * queries, shared keys]
-        answer += torch.bmm(by_head, shared).view(len(shared), len(answer), *answer.shape[2:]).transpose(0, 1)
+    if shared is None:
+        answer = torch.bmm(weights.view(num_pairs, -1, tile.num_keys), own)  # [n * K, H/K * queries, D]
+    else:
+        of_shared, of_own = weights.split((shared.shape[1], tile.num_keys), dim=-1)
+        by_head = of_shared.transpose(0, 1).reshape(len(shared), -1, shared.shape[1])  # [K, n * H/K * queries, shared keys]
+        answer = torch.bmm(of_own.reshape(num_pairs, -1, tile.num_keys), own)
+        answer += torch.bmm(by_head, shared).view(len(shared), group.num_requests, -1, head_dim).transpose(0, 1).reshape(answer.shape)
     if tile.num_queries > 1:
-        answer = answer.permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]
+        answer = answer.view(*weights.shape[:-1], head_dim).permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]
     return answer.reshape(group.num_requests * tile.num_queries, -1)

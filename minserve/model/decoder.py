@@ -82,9 +82,9 @@ class Decoder:
             q, kv = self._project(layer, self._normed(x, layer.attention_norm), turn)
             cache.write(i, kv, metadata.place)
             attended = paged_attention(q, cache, i, metadata, self.scale, layer.window, backend)  # [T, H * D]
-            x = x + layer.output(attended)
+            x = layer.output(attended, add=x)
             gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)  # [T, I] each
-            x = x + layer.down(F.silu(gate).mul_(up))
+            x = layer.down(F.silu(gate).mul_(up), add=x)
         return self._normed(x, self.norm)
 
     @torch.inference_mode()

@@ -42,7 +42,10 @@ class Reading:
     index: Tensor  # [B * K * blocks] rows of a layer
     unused: Tensor | None  # [U] slots of the gathered [B * K * num_keys]
     num_keys: int  # tokens of each block table, padding included
-    is_shared: bool = False
+    # The scratch that is gathered into, for keys and for values, in three views made once a step:
+    rows: tuple[Tensor, ...]  # [B * K * blocks, S * D]
+    slots: tuple[Tensor, ...]  # [B * K * num_keys, D]
+    keys: tuple[Tensor, ...]  # [B * K, num_keys, D]
 
 
 class KVCache:
@@ -63,7 +66,7 @@ class KVCache:
         self._written = list(self.blocks.permute(0, 1, 4, 2, 3, 5))  # L of [N+1, S, 2, K, D]
         rows = self.blocks.view(config.num_layers, -1, block_size * config.head_dim)  # L of [(N+1) * 2 * K, S * D]
         self._read = [(layer, layer[config.num_kv_heads :]) for layer in rows]  # values stand K rows behind their keys
-        self._scratch: dict[tuple[int, bool], Tensor] = {}  # by kind, and whether it is a shared prefix
+        self._scratch: dict[bool, Tensor] = {}  # for requests' own blocks and for a prefix they share: [2, rows, S * D]
 
     @property
     def null_block(self) -> int:
@@ -85,22 +88,31 @@ class KVCache:
         """Prepare, once a step, to fetch block tables of equal length. tables: B of n blocks; unused: see `Reading`"""
         ids = torch.tensor(tables, device=self.blocks.device)  # [B, n]
         heads = torch.arange(self.num_kv_heads, device=ids.device)[:, None]
-        return Reading((ids[:, None] * (2 * self.num_kv_heads) + heads).flatten(), unused, ids.shape[1] * self.block_size, is_shared)
+        index = (ids[:, None] * (2 * self.num_kv_heads) + heads).flatten()
+        scratch = self._scratch_of(len(index), is_shared)
+        num_keys = ids.shape[1] * self.block_size
+        slots = tuple(kind.view(-1, self.head_dim) for kind in scratch)
+        return Reading(index, unused, num_keys, scratch, slots, tuple(kind.view(-1, num_keys, self.head_dim) for kind in scratch))
+
+    def _scratch_of(self, num_rows: int, is_shared: bool) -> tuple[Tensor, ...]:
+        """Room for gathered keys and values, [num_rows, S * D] each.
+
+        One for all layers and steps: fresh memory each time would cost a page fault per 4 KiB.
+        """
+        if is_shared not in self._scratch or self._scratch[is_shared].shape[1] < num_rows:
+            self._scratch[is_shared] = self.blocks.new_empty(2, num_rows, self.block_size * self.head_dim)
+        return self._scratch[is_shared][:, :num_rows].unbind()
 
     def gather(self, layer: int, kind: int, reading: "Reading", dtype: torch.dtype) -> Tensor:
         """Fetch the keys (kind 0) or values (kind 1) of whole block tables -> [B * K, num_keys, D]
 
         Valid until the next gather of that kind, where a shared prefix and the requests' own blocks do not disturb each other.
         """
-        rows, place = self._read[layer][kind], (kind, reading.is_shared)
-        num_rows = reading.index.numel()
-        if place not in self._scratch or self._scratch[place].shape[0] < num_rows:
-            # One for all layers: fresh memory each time would cost a page fault per 4 KiB.
-            self._scratch[place] = rows.new_empty(num_rows, rows.shape[1])
-        gathered = torch.index_select(rows, 0, reading.index, out=self._scratch[place][:num_rows])
+        torch.index_select(self._read[layer][kind], 0, reading.index, out=reading.rows[kind])
         if reading.unused is not None:
-            gathered.view(-1, self.head_dim).index_fill_(0, reading.unused, 0)
-        return gathered.view(-1, reading.num_keys, self.head_dim).to(dtype)
+            reading.slots[kind].index_fill_(0, reading.unused, 0)
+        gathered = reading.keys[kind]
+        return gathered if gathered.dtype == dtype else gathered.to(dtype)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

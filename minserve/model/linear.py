@@ -30,12 +30,13 @@ class Linear:
         self._packed = _prepack(weight, bias) if prepack and weight.device.type == "cpu" else None
         self._weight = weight if self._packed is None else None  # one copy in memory, not two
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] -> [T, out]"""
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """x: [T, in], add: [T, out] or None -> x weight^T + bias + add, [T, out]. Adding here saves a pass over memory."""
         if self._packed is not None:
-            return _packed_linear(x, self._packed, self.bias)
+            return _packed_linear(x, self._packed, self.bias, add)
         assert self._weight is not None
-        return F.linear(x, self._weight, self.bias)
+        y = F.linear(x, self._weight, self.bias)
+        return y if add is None else y.add_(add)
 
     @property
     def is_packed(self) -> bool:
@@ -46,8 +47,10 @@ class Linear:
         return self.out_features * self.in_features * self.dtype.itemsize
 
 
-def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, add: Tensor | None = None) -> Tensor:
+    if add is None:
+        return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(x, add, packed, bias, "add")
 
 
 @torch.inference_mode()
@@ -56,7 +59,8 @@ def _prepack(weight: Tensor, bias: Tensor | None) -> Tensor | None:
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, NUM_ROWS_HINT)
         x = torch.linspace(-1, 1, 2 * weight.shape[1], dtype=torch.float32).view(2, -1).to(weight.dtype)
-        got, want = _packed_linear(x, packed, bias).float(), F.linear(x, weight, bias).float()
+        add = torch.ones(2, weight.shape[0], dtype=weight.dtype)
+        got, want = _packed_linear(x, packed, bias, add).float(), F.linear(x, weight, bias).float() + 1
     except (AttributeError, RuntimeError):  # no such operator, or not for this type
         return None
     scale = want.abs().max()

@@ -95,11 +95,11 @@ def test_copies_read_all_sources_before_any_target_is_written():
 def test_scratch_is_kept_and_grows():
     cache = filled()
     gathered(cache, [[0, 1, 2]])
-    first = cache._scratch[0, False].data_ptr()
+    first = cache._scratch[False]
     gathered(cache, [[0, 1]])
-    assert cache._scratch[0, False].data_ptr() == first and len(cache._scratch[0, False]) == 3 * K
+    assert cache._scratch[False] is first and first.shape == (2, 3 * K, S * D)
     gathered(cache, [[0, 1, 2, 3], [0, 1, 2, 3]])
-    assert len(cache._scratch[0, False]) == len(cache._scratch[1]) == 8 * K
+    assert cache._scratch[False].shape == (2, 8 * K, S * D)
 
 
 def test_a_shared_prefix_and_own_blocks_are_gathered_side_by_side():

@@ -18,9 +18,11 @@ def data(rows: int, dtype: torch.dtype):
 def test_agrees_with_f_linear(rows, dtype, prepack):
     x, weight, bias = data(rows, dtype)
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    add = torch.linspace(-1, 1, rows * 80).view(rows, 80).to(dtype)
     with torch.inference_mode():
         torch.testing.assert_close(Linear(weight, prepack=prepack)(x), F.linear(x, weight), atol=tolerance, rtol=1e-2)
         torch.testing.assert_close(Linear(weight, bias, prepack)(x), F.linear(x, weight, bias), atol=tolerance, rtol=1e-2)
+        torch.testing.assert_close(Linear(weight, bias, prepack)(x, add), F.linear(x, weight, bias) + add, atol=tolerance, rtol=1e-2)
 
 
 def test_a_weight_is_kept_once():
@@ -43,11 +45,11 @@ def test_falls_back_where_the_operator_is_missing(monkeypatch):
 
 def test_falls_back_where_the_operator_is_wrong(monkeypatch):
     x, weight, _ = data(3, torch.float32)
-    monkeypatch.setattr(linear, "_packed_linear", lambda x, packed, bias: torch.zeros(len(x), 80))
+    monkeypatch.setattr(linear, "_packed_linear", lambda x, packed, bias, add=None: torch.zeros(len(x), 80))
     assert not Linear(weight).is_packed
 
 
 def test_falls_back_where_the_operator_gives_nan(monkeypatch):
     _, weight, _ = data(3, torch.float32)
-    monkeypatch.setattr(linear, "_packed_linear", lambda x, packed, bias: torch.full((len(x), 80), torch.nan))
+    monkeypatch.setattr(linear, "_packed_linear", lambda x, packed, bias, add=None: torch.full((len(x), 80), torch.nan))
     assert not Linear(weight).is_packed

@@ -3,6 +3,7 @@
 #   make demo    get a small model and watch requests being served
 #   make test    ruff, pyright, pytest, and every notebook
 #   make lab     open the course in JupyterLab
+#   make outputs run the notebooks anew and keep what they print (after a deliberate change, on a quiet machine)
 #
 # Settings, for example `make demo PYTHON=python3.12`:
 #   PYTHON       the interpreter that makes .venv (3.11 or newer)
@@ -19,7 +20,7 @@ STAMP := .venv/installed
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout 120 --nbval-sanitize-with notebooks/nbval.cfg
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint unit notebooks lab fmt clean
+.PHONY: help setup demo test lint unit notebooks lab outputs fmt clean
 
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
@@ -58,6 +59,12 @@ notebooks: $(STAMP)
 
 lab: $(STAMP)
 	$(BIN)/jupyter lab --notebook-dir=notebooks notebooks/00_start_here.ipynb
+
+# The second line joins the pieces of a streamed answer, each of which GitHub would show on a line of its own.
+outputs: $(STAMP)
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
+		--ExecutePreprocessor.store_widget_state=False notebooks/*.ipynb
+	$(BIN)/jupyter nbconvert --coalesce-streams notebooks/*.ipynb
 
 fmt: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -61,11 +61,10 @@ def main(model: str | None = None, figure: str | None = "figures/demo_timeline.p
         wall_s = time.perf_counter() - start_s
         for output in (outputs[0], outputs[len(VISITORS) + 5], outputs[-7]):  # a visitor, a question, a beginning
             _print_answer(llm, output)
-        summary = llm.trace.summary()
-        print(table(summary, llm.num_blocks))
-        print(f"served in {wall_s:.1f} s on {llm.describe().splitlines()[0]}")
+        print(f"\nserved in {wall_s:.1f} s by {llm.describe().splitlines()[0]}")
         if figure is not None:
             _draw(llm, figure)
+        print(table(llm.trace.summary(), llm.num_blocks))
 
 
 def _requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:

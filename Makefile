@@ -57,8 +57,11 @@ unit: $(STAMP)
 notebooks: $(STAMP)
 	$(BIN)/python -m pytest -q $(NBVAL) notebooks
 
+# In a container everybody is root, and JupyterLab wants to be told that this is meant.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
 lab: $(STAMP)
-	$(BIN)/jupyter lab --notebook-dir=notebooks notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab $(AS_ROOT) --notebook-dir=notebooks notebooks/00_start_here.ipynb
 
 # The second line joins the pieces of a streamed answer, each of which GitHub would show on a line of its own.
 outputs: $(STAMP)

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from minserve.core.request import InvalidRequest, SamplingParams, TokenLogprob
 from minserve.core.trace import RequestRecord
@@ -93,16 +93,17 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise InvalidRequest(f"prompts must be a string, a list of strings or lists of token ids, got {type(prompts).__name__}")
     if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
+        return [cast(Prompt, prompts)]
     kinds = {str if isinstance(item, str) else list if isinstance(item, Sequence) else type(item) for item in prompts}
     if not kinds <= {str} and not kinds <= {list}:
         raise InvalidRequest(f"prompts must be all strings or all lists of token ids, got {sorted(kind.__name__ for kind in kinds)}")
-    return list(prompts)  # type: ignore[arg-type]
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def as_params(
-    params: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], num_prompts: int
+    params: SamplingParams | Mapping[str, Any] | Sequence[SamplingParams] | None, fields: Mapping[str, Any], num_prompts: int
 ) -> list[SamplingParams]:
+    """One set of sampling parameters for each prompt: from an object, a dictionary, a list, or fields by name."""
     if params is not None and fields:
         raise InvalidRequest(f"give sampling fields by name or as params, not both: {', '.join(fields)}")
     if params is None:

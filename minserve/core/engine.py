@@ -42,6 +42,8 @@ class EngineStalled(RuntimeError):
 
 
 class Engine:
+    """Requests in, tokens out, one step at a time: a scheduler, a runner and a clock, and the trace of what they did."""
+
     def __init__(
         self, scheduler: Scheduler, runner: Runner, clock: WallClock | VirtualClock, limits: ModelLimits, trace: Trace | None = None
     ):
@@ -157,7 +159,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Schedule, execute, update, record. If a step fails, its requests end with the error, and it is raised again."""
         start_s = self.clock.now()
-        batch = self.scheduler.schedule(start_s)
+        batch = self.scheduler.schedule()
         try:
             result = self.runner.execute(batch)
             self.clock.advance(result.elapsed_s)

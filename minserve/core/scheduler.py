@@ -66,6 +66,8 @@ class _Plan:
 
 
 class Scheduler:
+    """The two queues, and the one place that moves requests between them. It is given its blocks and its policy."""
+
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Policy | None = None):
         self.config = config
         self.blocks = blocks
@@ -123,7 +125,7 @@ class Scheduler:
 
     # --- planning a step -------------------------------------------------------------------------
 
-    def schedule(self, now_s: float = 0.0) -> ScheduledBatch:
+    def schedule(self) -> ScheduledBatch:
         """Hand out this step's tokens and blocks. An empty batch means that nothing can run now."""
         plan = _Plan(self.config.token_budget)
         self._continue_running(plan)

@@ -149,7 +149,8 @@ def test_tensors_that_nobody_takes_are_reported(tmp_path):
 
 def test_shards_give_the_logits_of_one_file(tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
-    one.mkdir(), many.mkdir()
+    one.mkdir()
+    many.mkdir()
     save(one, tensors_of())
     save_shards(many, halves(tensors_of()))
     prompt = tokens_for(3, 20, 40)

@@ -51,8 +51,8 @@ class _Live:
 class LLM:
     """A model being served in this process.
 
-        with LLM() as llm:
-            print(llm.generate("The capital of France is", max_tokens=8)[0].text)
+    with LLM() as llm:
+        print(llm.generate("The capital of France is", max_tokens=8)[0].text)
     """
 
     def __init__(self, model: str | Path | None = None, *, policy: Policy | None = None, verbose: bool = True, **fields: Any):

@@ -292,6 +292,7 @@ class LLM:
             if ModelConfig.from_directory(path) != old.config:
                 raise ValueError(f"{path} is not the same kind of model as {self.model_path}: load it with a new LLM")
             self._runner.decoder = Decoder.from_directory(path, dtype=old.dtype, device=old.device)
+            self.model_path = path
             self.engine.scheduler.blocks.flush_cache()
 
     def close(self) -> None:

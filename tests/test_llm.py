@@ -311,6 +311,7 @@ def test_case_32_new_weights_forget_what_the_old_ones_cached(tiny_dir: Path, tmp
     with make_llm(tiny_dir) as llm:
         assert ids_of(llm, [prompt]) != expected
         llm.load_weights(other)
+        assert llm.model_path == other
         [output] = llm.generate([prompt], max_tokens=12, ignore_eos=True, progress=False)
         assert (output.num_cached_tokens, [output.token_ids]) == (0, expected)
         stream = llm.stream("x", max_tokens=9, ignore_eos=True)
@@ -335,6 +336,8 @@ def test_case_88_no_chat_template(tmp_path: Path) -> None:
 def test_unknown_settings_are_named(tiny_dir: Path) -> None:
     with pytest.raises(ValueError, match="unknown engine setting 'num_block', did you mean 'num_blocks'"):
         LLM(tiny_dir, num_block=3)
+    with pytest.raises(ValueError, match="attention backend 'cuda' is not known; known: torch"):
+        make_llm(tiny_dir, attention_backend="cuda")
     with pytest.raises(ValueError, match="known settings: dtype"):
         EngineConfig.from_fields({"colour": "red"})
 

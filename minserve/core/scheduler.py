@@ -198,7 +198,7 @@ class Scheduler:
             if self._rides_on_parent(request):
                 plan.decisions.append((request.request_id, f"waits: {request.parent and request.parent.request_id} computes its prompt"))
                 continue
-            refusal, share, needed = self._judge(request, promised, plan)
+            refusal, share = self._judge(request, promised, plan)
             if refusal:
                 plan.decisions.append((request.request_id, f"waits: {refusal}"))
                 return
@@ -211,12 +211,12 @@ class Scheduler:
         parent = request.parent
         return parent is not None and not parent.is_finished and parent.num_computed_tokens < request.num_prompt_tokens - 1
 
-    def _judge(self, request: Request, promised: int, plan: _Plan) -> tuple[str | None, Share, int]:
-        """Why the request must wait (None: it need not), what it can share, and the new blocks it needs in all."""
+    def _judge(self, request: Request, promised: int, plan: _Plan) -> tuple[str | None, Share]:
+        """Why the request must wait (None: it need not), and the blocks that it need not compute."""
         if len(self.running) >= self.config.max_running:
-            return f"{len(self.running)} requests run, at most {self.config.max_running} may", Share(), 0
+            return f"{len(self.running)} requests run, at most {self.config.max_running} may", Share()
         if plan.budget == 0:
-            return f"the step's {self.config.token_budget} tokens are given out", Share(), 0
+            return f"the step's {self.config.token_budget} tokens are given out", Share()
         share = self._find_share(request)
         # Shared blocks that are idle now stop being free when taken: they are hits, not room. A partly filled shared
         # block will be copied, which takes one more.
@@ -227,8 +227,8 @@ class Scheduler:
         if needed + watermark > free:
             reserve = f" and {watermark} in reserve" if watermark else ""
             pledged = f" ({promised} more are promised)" if promised else ""
-            return f"needs {needed} block{'s'[: needed > 1]}{reserve}, {max(free, 0)} free{pledged}", share, needed
-        return None, share, needed
+            return f"needs {needed} block{'s'[: needed > 1]}{reserve}, {max(free, 0)} free{pledged}", share
+        return None, share
 
     def _find_share(self, request: Request) -> Share:
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1

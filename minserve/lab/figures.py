@@ -49,7 +49,7 @@ def save(figure: Figure, path: str | Path) -> Path:
 
 
 def timeline(trace: Trace, title: str | None = None, max_requests: int = 40) -> Figure:
-    """Who waited, who computed prompt tokens and who decoded, over time; below, the blocks in use and the tokens of each step.
+    """Who waited, who computed prompt tokens and who decoded, over time; below, the blocks in use.
 
     Works for any trace, of the real engine or of a simulation. Raises ValueError for a trace without steps.
     """

@@ -33,6 +33,7 @@ from torch import Tensor
 from minserve.core.batch import ScheduledBatch, ScheduledRequest
 from minserve.model.kv_cache import KVCache, Reading
 
+BACKENDS = ("torch",)
 TILE_TOKENS = 128  # queries of one request that share a score matrix; later tiles see more keys
 ROUND_KEYS = 32  # key counts are rounded up to a multiple of this ...
 ROUND_QUERIES = 32  # ... and the query counts of chunks to this
@@ -233,6 +234,12 @@ class _Builder:
 # --- the call of a layer --------------------------------------------------------------------------
 
 
+def require_known_backend(name: str) -> None:
+    """Raise ValueError for a backend that is not here."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention backend {name!r} is not known; known: {', '.join(BACKENDS)}")
+
+
 def paged_attention(
     q: Tensor,
     cache: KVCache,
@@ -246,8 +253,7 @@ def paged_attention(
 
     Keys and values of the step must have been written. `window`: how many tokens a query sees, itself included.
     """
-    if backend != "torch":
-        raise ValueError(f"attention backend {backend!r} is not known; known: torch")
+    require_known_backend(backend)
     out = q.new_empty(metadata.num_tokens + 1, q.shape[1] * q.shape[2])  # the last row takes the padding's answers
     for group in metadata.groups:
         keys, values = _fetch(cache, layer, 0, group, q.dtype), None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minserve.core.batch import ScheduledBatch, ScheduledRequest, StepResult
-from minserve.model.attention import AttentionMetadata
+from minserve.model.attention import AttentionMetadata, require_known_backend
 from minserve.model.decoder import Decoder
 from minserve.model.kv_cache import KVCache
 from minserve.model.sampler import Sampler
@@ -25,6 +25,8 @@ class ModelRunner:
     """Executes steps on a decoder, a cache and a sampler that it is given."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler, backend: str = "torch"):
+        """Raises ValueError for an unknown backend: now, and not in the first step."""
+        require_known_backend(backend)
         self.decoder, self.cache, self.sampler, self.backend = decoder, cache, sampler, backend
 
     @torch.inference_mode()

@@ -10,6 +10,7 @@ Taught in notebook 00.
 """
 
 import gc
+import math
 import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -231,6 +232,8 @@ class LLM:
                 return
             self._refuse_when_closed()
             output = self.engine.step()
+            if not self.engine.trace.steps[-1].tokens and self.engine.wake_s < math.inf:  # the policy waits for more to come
+                self.engine.clock.wait_until(self.engine.wake_s)
             for ready, token_id in output.tokens:
                 live = self._live.get(ready.request_id)
                 if live is not None:

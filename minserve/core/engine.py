@@ -10,10 +10,11 @@ Taught in notebooks 00 and 06.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import insort
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.clock import VirtualClock, WallClock
@@ -35,6 +36,9 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     eos_ids: frozenset[int] = frozenset()
+
+
+Arrival: TypeAlias = tuple[float, dict[str, Any]]  # the time in s, and the arguments of Engine.add
 
 
 class EngineStalled(RuntimeError):
@@ -159,7 +163,7 @@ class Engine:
     def step(self) -> StepOutput:
         """Schedule, execute, update, record. If a step fails, its requests end with the error, and it is raised again."""
         start_s = self.clock.now()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(start_s)
         try:
             result = self.runner.execute(batch)
             self.clock.advance(result.elapsed_s)
@@ -171,12 +175,18 @@ class Engine:
         self.trace.step(batch, output, self.scheduler, start_s, self.clock.now())
         return output
 
-    def run(self, arrivals: Iterable[tuple[float, dict[str, Any]]] = ()) -> list[Request]:
-        """Step until nothing is left. `arrivals`: (time in s, arguments of add). Returns the requests that steps ended, in that order.
+    @property
+    def wake_s(self) -> float:
+        """When the policy will let somebody start though nobody comes or goes; infinity: never."""
+        return self.scheduler.policy.wake_s(self.scheduler.waiting)
 
-        An arrival that is refused is counted in the trace and left out; those after it still come.
+    def run(self, arrivals: Iterable[Arrival] = (), then: Callable[[Request, float], Iterable[Arrival]] | None = None) -> list[Request]:
+        """Step until nothing is left. Returns the requests that steps ended, in that order.
+
+        `then(request, now_s)` may answer a request's end with further arrivals: the next question of a chat, the next request
+        of a client who sends one at a time. An arrival that is refused is counted in the trace and left out; those after it still come.
         """
-        todo = sorted(arrivals, key=lambda arrival: arrival[0])
+        todo = sorted(arrivals, key=_time_of)
         finished: list[Request] = []
         while todo or self.has_work:
             while todo and todo[0][0] <= self.clock.now():
@@ -184,20 +194,33 @@ class Engine:
                 with suppress(InvalidRequest):
                     self.add(**arguments, arrival_s=arrival_s)
             if self.has_work:
-                finished.extend(self.step().finished)
+                ended = self.step().finished
+                finished.extend(ended)
+                for arrival in (arrival for request in ended for arrival in (then(request, self.clock.now()) if then else ())):
+                    insort(todo, arrival, key=_time_of)
                 record = self.trace.steps[-1]
                 if record.tokens or record.preempted or not self.has_work:
                     continue
-            if todo:  # nothing can run before the next arrival
-                self.clock.wait_until(todo[0][0])
-            elif self.has_work:
-                raise EngineStalled(self._describe_stall())
+            self._wait(todo[0][0] if todo else math.inf)
         return finished
+
+    def _wait(self, next_arrival_s: float) -> None:
+        """Nothing can run before somebody comes or the policy changes its mind."""
+        wake_s = self.wake_s if self.has_work else math.inf
+        until_s = min(next_arrival_s, wake_s if wake_s > self.clock.now() else math.inf)
+        if until_s < math.inf:
+            self.clock.wait_until(until_s)
+        elif self.has_work:
+            raise EngineStalled(self._describe_stall())
 
     def _describe_stall(self) -> str:
         blocks, waiting = self.scheduler.blocks, self.scheduler.waiting
         words = f": {waiting[0].request_id} has {waiting[0].num_tokens} tokens" if waiting else ""
         return f"{len(waiting)} requests wait and nothing can run ({blocks.num_free_blocks} of {blocks.num_blocks} blocks free{words})"
+
+
+def _time_of(arrival: Arrival) -> float:
+    return arrival[0]
 
 
 def _is_int(value: Any) -> bool:

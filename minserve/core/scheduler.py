@@ -125,7 +125,7 @@ class Scheduler:
 
     # --- planning a step -------------------------------------------------------------------------
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self, now_s: float) -> ScheduledBatch:
         """Hand out this step's tokens and blocks. An empty batch means that nothing can run now."""
         plan = _Plan(self.config.token_budget)
         self._continue_running(plan)
@@ -134,7 +134,7 @@ class Scheduler:
         for row in plan.rows.values():
             self.blocks.commit(row.request, row.end)
         if not plan.preempted:
-            self._admit_waiting(plan)
+            self._admit_waiting(plan, now_s)
         self._num_steps += 1
         return ScheduledBatch(
             step=self._num_steps - 1,
@@ -192,9 +192,12 @@ class Scheduler:
 
     # --- admission -------------------------------------------------------------------------------
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: _Plan, now_s: float) -> None:
+        candidates = tuple(self.policy.candidates(self.waiting, self.running, now_s))
+        if self.waiting and not candidates:
+            plan.decisions.append((self.waiting[0].request_id, "waits: the policy lets nobody start now"))
         promised = sum(self.blocks.num_blocks_for(r.num_tokens) - self.blocks.num_held_blocks(r) for r in self.running)
-        for request in tuple(self.waiting):
+        for request in candidates:
             if self._rides_on_parent(request):
                 plan.decisions.append((request.request_id, f"waits: {request.parent and request.parent.request_id} computes its prompt"))
                 continue

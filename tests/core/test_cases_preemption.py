@@ -167,7 +167,7 @@ def test_a_preemption_between_plan_and_result_loses_only_that_step():
     request = add_one(engine, range(9), 5)
     scheduler = engine.scheduler
     step_checked(engine)
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     result = engine.runner.execute(batch)
     scheduler.preempt(request)
     assert scheduler.update(batch, result).tokens == ()

@@ -6,8 +6,8 @@ import pytest
 
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.clock import VirtualClock, WallClock
-from minserve.core.engine import Engine, EngineStalled, ModelLimits
-from minserve.core.request import FinishReason, InvalidRequest, SamplingParams
+from minserve.core.engine import Arrival, Engine, EngineStalled, ModelLimits
+from minserve.core.request import FinishReason, InvalidRequest, Request, SamplingParams
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from tests.oracle import (
     OracleRunner,
@@ -288,3 +288,16 @@ def test_scripts_are_per_request_or_for_all():
     a, b = add_one(engine, [9], 2, request_id="a"), add_one(engine, [9], 2, request_id="b")
     engine.run()
     assert (a.output_ids, b.output_ids) == ([1, 2], [3, 4])
+
+
+def test_the_end_of_a_request_may_bring_further_arrivals():
+    """A client who thinks for 2.5 s and asks again, twice; each answer takes 2 steps of 1 s."""
+    engine = make_engine(64, 4)
+    arguments = {"prompt_ids": range(3), "params": SamplingParams(max_tokens=2)}
+
+    def ask_again(request: Request, now_s: float) -> list[Arrival]:
+        return [(now_s + 2.5, arguments)] if request.request_id != "R2" else []
+
+    finished = engine.run([(0.0, arguments)], then=ask_again)
+    assert [r.request_id for r in finished] == ["R0", "R1", "R2"]
+    assert [record.scheduled_s for record in engine.trace.requests.values()] == [0.0, 4.5, 9.0]

@@ -1,6 +1,14 @@
-"""Who runs first, and who gives way."""
+"""Who runs first, who gives way, and when a batch starts."""
 
-from minserve.core.policies import FirstComeFirstServed
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from minserve.core.block_manager import Share
+from minserve.core.engine import Arrival, Engine, EngineStalled
+from minserve.core.policies import FirstComeFirstServed, StaticBatches, TimeoutBatches
 from minserve.core.request import Request, SamplingParams
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from tests.oracle import add_one, is_cold, make_engine, run_checked
@@ -15,7 +23,7 @@ def test_priority_then_arrival_then_place_in_line():
     assert [r.request_id for r in sorted(requests, key=FirstComeFirstServed().order)] == ["a", "b", "c", "d"]
 
 
-class ShortestFirst:
+class ShortestFirst(FirstComeFirstServed):
     """By the length of the prompt: another policy, to see that the scheduler asks it."""
 
     def order(self, request: Request) -> tuple[float, ...]:
@@ -33,3 +41,85 @@ def test_the_scheduler_asks_its_policy_and_only_it():
 
 def test_first_come_first_served_is_what_one_gets_without_asking():
     assert isinstance(make_engine(4, 4).scheduler.policy, FirstComeFirstServed)
+
+
+# --- batches -----------------------------------------------------------------------------------------
+
+
+def batching_engine(policy: FirstComeFirstServed, **options: Any) -> Engine:
+    """The oracle, one second a step, behind a policy."""
+    engine = make_engine(64, 4, **options)
+    engine.scheduler.policy = policy
+    return engine
+
+
+def arrival(time_s: float, num_prompt_tokens: int, max_tokens: int) -> Arrival:
+    return (time_s, {"prompt_ids": range(num_prompt_tokens), "params": SamplingParams(max_tokens=max_tokens)})
+
+
+def starts_s(engine: Engine) -> list[float | None]:
+    return [record.scheduled_s for record in engine.trace.requests.values()]
+
+
+def test_a_static_batch_keeps_its_empty_seats_until_all_have_ended():
+    engine = batching_engine(StaticBatches(2))
+    engine.run([arrival(0.0, 3, 2), arrival(0.0, 3, 5), arrival(0.0, 3, 1), arrival(0.5, 3, 1)])
+    assert starts_s(engine) == [0.0, 0.0, 5.0, 5.0]  # continuous batching would start the third at 2
+
+
+def test_continuous_batching_fills_a_seat_at_once():
+    engine = batching_engine(FirstComeFirstServed(), max_running=2)
+    engine.run([arrival(0.0, 3, 2), arrival(0.0, 3, 5), arrival(0.0, 3, 1), arrival(0.5, 3, 1)])
+    assert starts_s(engine) == [0.0, 0.0, 2.0, 3.0]
+
+
+def test_a_static_batch_takes_whoever_waits_and_nobody_later():
+    engine = batching_engine(StaticBatches(8))
+    engine.run([arrival(0.0, 3, 3), arrival(1.0, 3, 1)])
+    assert starts_s(engine) == [0.0, 3.0]
+
+
+def test_a_batch_whose_prompts_take_several_steps_still_starts_whole():
+    engine = batching_engine(StaticBatches(3), token_budget=4)
+    engine.run([arrival(0.0, 4, 2), arrival(0.0, 4, 2), arrival(0.0, 4, 2), arrival(0.0, 4, 2)])
+    assert engine.trace.steps[0].tokens.keys() == {"R0"}
+    records = list(engine.trace.requests.values())
+    assert records[3].scheduled_s == max(r.finished_s for r in records[:3] if r.finished_s is not None)
+
+
+def test_a_timeout_batch_starts_when_it_is_full_or_the_first_has_waited():
+    engine = batching_engine(TimeoutBatches(2, wait_s=3.0))
+    engine.run([arrival(0.0, 3, 1), arrival(1.5, 3, 1), arrival(10.0, 3, 1)])
+    assert starts_s(engine) == [1.5, 1.5, 13.0]
+
+
+def test_a_timeout_batch_says_why_it_waits():
+    engine = batching_engine(TimeoutBatches(2, wait_s=3.0))
+    add_one(engine, range(3), 1)
+    engine.step()
+    assert [d.words for d in engine.trace.why("R0")] == ["waits: the policy lets nobody start now"]
+
+
+def test_a_preempted_member_comes_back_into_its_batch():
+    engine = make_engine(6, 4)
+    engine.scheduler.policy = StaticBatches(2)
+    requests = [add_one(engine, range(n, n + 8), 8) for n in (0, 20, 40)]
+    run_checked(engine)
+    assert sum(r.num_preemptions for r in requests) > 0 and all(is_cold(r, 8) for r in requests)
+
+
+def test_case_the_pool_never_frees_and_the_policy_waits_no_more():
+    """An overdue batch that finds no blocks is a stall, not an endless loop."""
+    engine = batching_engine(TimeoutBatches(4, wait_s=1.0))
+    thief = make_request("thief", 0, 0.0, 99)
+    engine.scheduler.blocks.start(thief, Share())
+    engine.scheduler.blocks.grow(thief, engine.scheduler.blocks.num_slots)
+    add_one(engine, range(3), 1)
+    with pytest.raises(EngineStalled, match="0 of 64 blocks free"):
+        engine.run()
+
+
+@pytest.mark.parametrize("make", [lambda: StaticBatches(0), lambda: TimeoutBatches(2, -1.0), lambda: TimeoutBatches(2, math.inf)])
+def test_sizes_that_make_no_sense_are_refused(make: Callable[[], object]):
+    with pytest.raises(ValueError, match="got"):
+        make()

@@ -21,7 +21,7 @@ def make_request(name: str, num_tokens: int = 6, max_total_tokens: int = 10, ord
 
 def answer(scheduler: Scheduler, token_id: int = 7, **fields: Any) -> Any:
     """Plan a step and give every row that samples the same token."""
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     output = scheduler.update(batch, StepResult({r.request.request_id: token_id for r in batch.rows if r.samples}, **fields))
     scheduler.check()
     return output
@@ -67,13 +67,13 @@ def test_find_knows_a_request_and_its_samples():
 
 
 def test_an_empty_engine_plans_an_empty_step():
-    batch = make_scheduler().schedule()
+    batch = make_scheduler().schedule(0.0)
     assert (batch.step, batch.rows, batch.num_tokens, batch.decisions) == (0, (), 0, ())
 
 
 def test_steps_are_numbered():
     scheduler = make_scheduler()
-    assert [scheduler.schedule().step for _ in range(3)] == [0, 1, 2]
+    assert [scheduler.schedule(0.0).step for _ in range(3)] == [0, 1, 2]
 
 
 def test_decodes_come_before_chunks_and_chunks_before_newcomers():
@@ -81,12 +81,12 @@ def test_decodes_come_before_chunks_and_chunks_before_newcomers():
     scheduler.add([make_request("long", num_tokens=30, max_total_tokens=40)])
     answer(scheduler)
     scheduler.add([make_request("short", num_tokens=3, max_total_tokens=9, order=1, priority=-1)])
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     assert [(r.request.request_id, r.start, r.num_tokens, r.samples) for r in batch.rows] == [("long", 10, 10, False)]
     scheduler.update(batch, StepResult({}))
-    batch = scheduler.schedule()  # the long prompt has 10 left: nothing remains for the newcomer
+    batch = scheduler.schedule(0.0)  # the long prompt has 10 left: nothing remains for the newcomer
     scheduler.update(batch, StepResult({"long": 7}))
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     assert [(r.request.request_id, r.num_tokens) for r in batch.rows] == [("long", 1), ("short", 3)]
 
 
@@ -96,7 +96,7 @@ def test_a_decode_comes_before_the_chunk_of_an_older_prompt():
     scheduler.add([make_request("short", num_tokens=1, max_total_tokens=9, order=1)])
     answer(scheduler)
     scheduler.config = SchedulerConfig(token_budget=2)
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     assert [(r.request.request_id, r.num_tokens) for r in batch.rows] == [("short", 1), ("long", 1)]
 
 
@@ -110,7 +110,7 @@ def test_the_first_ones_come_first_even_after_a_preemption():
     answer(scheduler)
     assert [r.request_id for r in scheduler.running] == ["b", "c", "a"]
     scheduler.config = SchedulerConfig(token_budget=2)
-    assert [r.request.request_id for r in scheduler.schedule().rows] == ["a", "b"]
+    assert [r.request.request_id for r in scheduler.schedule(0.0).rows] == ["a", "b"]
 
 
 def test_what_a_preempted_request_was_to_compute_is_given_to_those_behind():
@@ -125,7 +125,7 @@ def test_what_a_preempted_request_was_to_compute_is_given_to_those_behind():
     scheduler.blocks.start(holder, Share())
     scheduler.blocks.grow(holder, holder.num_tokens)
     scheduler.config = SchedulerConfig(token_budget=5, max_chunk_tokens=3)
-    batch = scheduler.schedule()  # 1 for the young one, 3 for the first, who needs its block: 5 - 3 are left for the second
+    batch = scheduler.schedule(0.0)  # 1 for the young one, 3 for the first, who needs its block: 5 - 3 are left for the second
     assert batch.preempted_ids == ("young",)
     assert [(r.request.request_id, r.num_tokens) for r in batch.rows] == [("a", 3), ("b", 2)]
 
@@ -187,7 +187,7 @@ def test_a_step_that_fails_ends_those_in_it_and_nobody_else():
     scheduler = make_scheduler(max_running=1)
     inside, outside = make_request("inside"), make_request("outside", order=1)
     scheduler.add([inside, outside])
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     output = scheduler.fail(batch, "RuntimeError: no")
     scheduler.check()
     assert output.finished == (inside,) and output.tokens == ()
@@ -201,7 +201,7 @@ def test_a_failed_step_does_not_end_again_what_had_ended_during_it():
     scheduler = make_scheduler()
     gone, stays = make_request("gone", num_tokens=3), make_request("stays", order=1)
     scheduler.add([gone, stays])
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     scheduler.finish(gone, FinishReason.ABORT)
     assert scheduler.fail(batch, "no").finished == (stays,)
     assert gone.finish_reason is FinishReason.ABORT and gone.error is None
@@ -224,11 +224,11 @@ def test_finishing_twice_changes_nothing():
 def test_the_batch_counts_the_blocks_that_are_held_while_it_runs():
     scheduler = make_scheduler()
     scheduler.add([make_request("a", num_tokens=9, max_total_tokens=10)])
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     assert (batch.num_used_blocks, batch.num_idle_blocks) == (3, 0)
     scheduler.update(batch, StepResult({"a": 7}))  # its only token: it ends
     assert scheduler.blocks.num_used_blocks == 0
-    batch = scheduler.schedule()
+    batch = scheduler.schedule(0.0)
     assert (batch.num_used_blocks, batch.num_idle_blocks) == (0, 2)
 
 

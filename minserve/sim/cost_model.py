@@ -1,0 +1,255 @@
+"""FLOPs, bytes and seconds of a step: the only place where they are counted.
+
+Why: the simulator, the planner, every roofline and every "% of the limit" divide by the same numbers. A step is summed up as
+`Work` (how many tokens, how much context they read), which any batch of the scheduler, real or simulated, has.
+
+    weights  every step reads all weights once (of experts, those that its tokens visit); 2 FLOPs per weight and token
+    KV       a row reads the keys and values of its context once, and writes those of its own tokens
+    scores   each pair of a query and a key it may see costs 4 x H x D FLOPs in every layer
+    link     with tensor parallelism, two sums over all devices in every layer
+
+A product takes the longer of its bytes and its FLOPs; products follow each other. Two shares of an A100's peaks were fitted to two of
+the rates that TensorRT-LLM 0.6.1 published (LLaMA-7B, fp16, one A100-80GB); the other anchors are predictions:
+
+    batch 60, 128 in, 2,048 out         63.7 s     model 65.5 s     fits the 0.78 of the bandwidth
+    first token of 2,048, alone         133 ms     model 133 ms     fits the 0.67 of the FLOPs at many rows
+    batch 384, 128 in, 128 out          8.80 s     model 9.46 s     predicted, +7 %
+    batch 52, 2,048 in, 128 out         11.26 s    model 12.64 s    predicted, +12 %
+    LLaMA-70B on four, first of 2,048   377 ms     model 379 ms     predicted, 0 %
+    Llama-2-7B / 13B, batch 1 (AWQ)     10.8 / 19.1 ms   model 9.0 / 17.0 ms   predicted, -16 and -11 %: another engine's host time
+
+The 0.60 at few rows and half a millisecond of host time a step are assumptions; the anchors hardly depend on them.
+
+Invariant: all numbers are per device and step; seconds are what the host waits for, overhead included.
+
+Taught in notebook 01.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from minserve.core.batch import ScheduledBatch, ScheduledRequest
+from minserve.sim.devices import DeviceSpec
+from minserve.sim.shapes import ModelShape, bits_of
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step asks for, in tokens. Works add up: the sum is a step that does both."""
+
+    num_tokens: int = 0  # computed
+    num_requests: int = 0  # rows of the step
+    num_samples: int = 0  # rows that yield a token
+    num_context_tokens: int = 0  # whose keys and values are read, over all rows
+    num_pairs: int = 0  # query and key, over all rows
+    num_window_tokens: int = 0  # the same two in layers that see a window only
+    num_window_pairs: int = 0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+def row_work(start: int, num_tokens: int, samples: bool = True, window: int | None = None) -> Work:
+    """The work of one request's tokens [start, start + num_tokens).
+
+    A token sees those before it and itself: a chunk of 3 after 10 has 11 + 12 + 13 pairs.
+
+    >>> row_work(10, 3).num_pairs, row_work(10, 3).num_context_tokens
+    (36, 13)
+    """
+    end = start + num_tokens
+    pairs = num_tokens * (start + end + 1) // 2
+    if window is None or end <= window:
+        return Work(num_tokens, 1, int(samples), end, pairs, end, pairs)
+    num_before = max(0, window - start)  # tokens that do not see a full window yet
+    seen = num_before * (start + 1 + start + num_before) // 2 + (num_tokens - num_before) * window
+    return Work(num_tokens, 1, int(samples), end, pairs, min(end, window + num_tokens - 1), seen)
+
+
+def decode_work(num_requests: int, context_tokens: int) -> Work:
+    """One token for each of so many requests, each with so many tokens in its context (the new one included)."""
+    total = num_requests * context_tokens
+    return Work(num_requests, num_requests, num_requests, total, total, total, total)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One step on one device: FLOPs, bytes by what they are, and seconds by what they are spent on."""
+
+    linear_flops: float
+    attention_flops: float
+    weight_bytes: float
+    kv_read_bytes: float
+    kv_written_bytes: float
+    activation_bytes: float
+    link_bytes: float
+    linear_s: float
+    attention_s: float
+    activation_s: float
+    link_s: float
+    overhead_s: float
+    weights_are_slower: bool  # reading the weights takes longer than multiplying by them
+
+    @property
+    def flops(self) -> float:
+        return self.linear_flops + self.attention_flops
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that must move between memory and the cores: weights, KV read and written."""
+        return self.weight_bytes + self.kv_read_bytes + self.kv_written_bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.linear_s + self.attention_s + self.activation_s + self.link_s + self.overhead_s
+
+    @property
+    def limit(self) -> str:
+        """What most of the time goes to: weights, KV, FLOPs, activations, link or host."""
+        spent = {
+            "weights" if self.weights_are_slower else "FLOPs": self.linear_s,
+            "KV": self.attention_s,
+            "activations": self.activation_s,
+            "link": self.link_s,
+            "host": self.overhead_s,
+        }
+        return max(spent, key=lambda name: spent[name])
+
+
+class CostModel:
+    """A model in its formats on a device, or on several that share it (tensor parallelism).
+
+    >>> from minserve.sim.devices import DEVICES
+    >>> from minserve.sim.shapes import SHAPES
+    >>> cost = CostModel(SHAPES["llama-2-13b"], DEVICES["a100-80gb"])
+    >>> f"{1e3 * cost.of(decode_work(1, 1)).seconds:.1f} ms"
+    '16.7 ms'
+    """
+
+    def __init__(self, shape: ModelShape, device: DeviceSpec, *, weights: str = "bf16", kv: str = "bf16", num_devices: int = 1):
+        if num_devices < 1 or shape.num_heads % num_devices:
+            raise ValueError(f"{shape.num_heads} query heads cannot be shared evenly by {num_devices} devices")
+        self.shape, self.device, self.weights, self.kv, self.num_devices = shape, device, weights, kv, num_devices
+        # A KV head that cannot be split is kept by every device.
+        self.kv_split = min(num_devices, shape.num_kv_heads) if not shape.latent_size else 1
+        self.weight_bytes = shape.weight_bytes(weights) / num_devices
+        self.kv_bytes_per_token = shape.kv_bytes_per_token(kv) / self.kv_split
+        self._layer_kv_bytes = shape.kv_numbers_per_token_layer * bits_of(kv) / 8 / self.kv_split
+        self._num_full_layers = shape.num_kv_layers - shape.num_window_layers
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def work(self, rows: Iterable[ScheduledRequest]) -> Work:
+        """Sum up the rows of a step."""
+        rows = tuple(rows)
+        window = self.shape.window
+        num_tokens = num_samples = context = pairs = window_context = window_pairs = 0
+        for row in rows:
+            start, count = row.start, row.num_tokens
+            num_tokens += count
+            num_samples += row.samples
+            context += start + count
+            pairs += count * (2 * start + count + 1) // 2
+            if window is not None:
+                one = row_work(start, count, window=window)
+                window_context += one.num_window_tokens
+                window_pairs += one.num_window_pairs
+        if self.device.shares_prefix_reads:
+            context -= _num_shared_reads(rows)
+        if window is None:
+            window_context, window_pairs = context, pairs
+        return Work(num_tokens, len(rows), num_samples, context, pairs, window_context, window_pairs)
+
+    def batch_cost(self, batch: ScheduledBatch) -> Cost:
+        return self.of(self.work(batch.rows))
+
+    def of(self, work: Work) -> Cost:
+        """FLOPs, bytes and seconds of a step. A step without tokens costs its overhead only."""
+        shape, device, split = self.shape, self.device, self.num_devices
+        linear_flops = 2 * (work.num_tokens * shape.num_layer_parameters + work.num_samples * shape.num_output_parameters) / split
+        per_pair = 4 * shape.num_heads * shape.head_dim / split
+        attention_flops = per_pair * (self._num_full_layers * work.num_pairs + shape.num_window_layers * work.num_window_pairs)
+        read = self._num_full_layers * work.num_context_tokens + shape.num_window_layers * work.num_window_tokens
+        kv_read_bytes = self._layer_kv_bytes * read
+        weight_bytes = self.weight_bytes_read(work.num_tokens) if work.num_tokens else 0.0
+        activation_bytes = self._activation_bytes(work.num_tokens)
+        link_bytes, link_s = self._link(work.num_tokens)
+        by_bytes_s = weight_bytes / (device.bytes_per_s * device.weight_read_share)
+        by_flops_s = linear_flops / (device.flops_per_s * device.matmul_share(max(1, work.num_tokens)))
+        return Cost(
+            linear_flops=linear_flops,
+            attention_flops=attention_flops,
+            weight_bytes=weight_bytes,
+            kv_read_bytes=kv_read_bytes,
+            kv_written_bytes=self.kv_bytes_per_token * work.num_tokens,
+            activation_bytes=activation_bytes,
+            link_bytes=link_bytes,
+            linear_s=max(by_bytes_s, by_flops_s),
+            attention_s=self._attention_s(kv_read_bytes, attention_flops, work),
+            activation_s=activation_bytes / (device.bytes_per_s * device.activation_share) if device.activation_share else 0.0,
+            link_s=link_s,
+            overhead_s=device.step_overhead_s + work.num_requests * device.request_overhead_s,
+            weights_are_slower=by_bytes_s >= by_flops_s,
+        )
+
+    def weight_bytes_read(self, num_tokens: int) -> float:
+        """Bytes of weights that a step of so many tokens reads on one device: all, but of experts only those that some token visits.
+
+        Tokens are taken to choose among the E experts independently, k each: an expert is left out with probability (1 - k/E)^tokens.
+        """
+        shape = self.shape
+        if not shape.num_experts:
+            return self.weight_bytes
+        visited = 1 - (1 - shape.num_active_experts / shape.num_experts) ** num_tokens
+        expert_share = shape.num_expert_layers * shape.num_experts * shape.expert_parameters / shape.num_parameters
+        return self.weight_bytes * (1 - expert_share * (1 - visited))
+
+    def _attention_s(self, kv_read_bytes: float, attention_flops: float, work: Work) -> float:
+        device = self.device
+        by_bytes_s = kv_read_bytes / (device.bytes_per_s * device.kv_read_share)
+        return max(by_bytes_s, attention_flops / (device.flops_per_s * device.attention_share))
+
+    def _activation_bytes(self, num_tokens: int) -> float:
+        """What passes between the products of a layer, read and written once each, 2 bytes a number."""
+        shape = self.shape
+        heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        inside = (shape.num_active_experts or 1) * (shape.expert_size or shape.intermediate_size) * shape.num_mlp_matrices
+        return 2 * 2 * num_tokens * shape.num_layers * (6 * shape.hidden_size + (heads + inside) / self.num_devices)
+
+    def _link(self, num_tokens: int) -> tuple[float, float]:
+        """Bytes over one device's link and their seconds: two sums a layer, each of which sends 2 (n - 1) / n of the hidden states."""
+        n = self.num_devices
+        if n == 1 or num_tokens == 0:
+            return 0.0, 0.0
+        num_sums = 2 * self.shape.num_layers
+        num_bytes = num_sums * 2 * (n - 1) / n * num_tokens * self.shape.hidden_size * 2
+        return num_bytes, num_bytes / self.device.link_bytes_per_s + num_sums * 2 * (n - 1) * self.device.link_latency_s
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def pool_blocks(self, block_size: int, memory_fraction: float = 0.9, reserve_bytes: float = 3e9) -> int:
+        """KV blocks that fit beside weights and a reserve for activations, on every device alike. Raises ValueError if none does."""
+        left = self.device.memory_bytes * memory_fraction - self.weight_bytes - reserve_bytes
+        num_blocks = int(left // (self.kv_bytes_per_token * block_size))
+        if num_blocks < 1:
+            raise ValueError(
+                f"{self.shape.name} does not fit: {memory_fraction:.0%} of {self.num_devices} x {self.device.memory_bytes / 1e9:.0f} GB, "
+                f"less {self.weight_bytes / 1e9:.1f} GB of {self.weights} weights and {reserve_bytes / 1e9:.1f} GB of activations each, "
+                f"leaves {left / 1e9:.1f} GB for KV"
+            )
+        return num_blocks
+
+
+def _num_shared_reads(rows: tuple[ScheduledRequest, ...]) -> int:
+    """Context tokens that need not be read again, since rows of one token begin with the same blocks."""
+    families: dict[int, list[ScheduledRequest]] = {}
+    for row in rows:
+        if row.num_tokens == 1 and row.block_table:
+            families.setdefault(row.block_table[0], []).append(row)
+    saved = 0
+    for family in families.values():
+        if len(family) > 1:
+            size = -(-family[0].end // len(family[0].block_table))  # slots a block, at least
+            saved += (len(family) - 1) * len(commonprefix([row.block_table for row in family])) * size
+    return saved

@@ -1,0 +1,70 @@
+"""The engine on a virtual device: the parts put together, and a workload served on the virtual clock.
+
+Why: what a student explores on a laptop must be what the real engine does. So this file only chooses sizes and connects the engine's own
+scheduler and block manager with a runner that asks the cost model; there is no second scheduler.
+
+Invariant: a simulation is a pure function of its arguments: the same workload gives the same trace, to the last digit.
+
+Taught in notebook 03.
+"""
+
+from minserve.core.block_manager import BlockManager
+from minserve.core.clock import VirtualClock
+from minserve.core.engine import Engine, ModelLimits
+from minserve.core.policies import Policy
+from minserve.core.scheduler import Scheduler, SchedulerConfig
+from minserve.core.trace import Trace
+from minserve.sim.cost_model import CostModel
+from minserve.sim.runner import VOCAB_SIZE, SimulatedRunner
+from minserve.sim.workload import Workload
+
+
+def make_engine(
+    cost: CostModel,
+    *,
+    policy: Policy | None = None,
+    num_blocks: int | None = None,
+    block_size: int = 16,
+    memory_fraction: float = 0.9,
+    reserve_bytes: float = 3e9,
+    prefix_caching: bool = True,
+    token_budget: int = 2048,
+    max_running: int = 256,
+    max_chunk_tokens: int | None = None,
+    watermark_blocks: int = 0,
+    max_model_len: int | None = None,
+) -> Engine:
+    """An engine whose steps take what `cost` says. Without `num_blocks`, the pool is what the device has left beside the weights.
+
+    Raises ValueError if the model does not fit.
+    """
+    num_blocks = num_blocks or cost.pool_blocks(block_size, memory_fraction, reserve_bytes)
+    blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
+    config = SchedulerConfig(token_budget, max_running, watermark_blocks, max_chunk_tokens)
+    limits = ModelLimits(max_model_len or cost.shape.max_positions, VOCAB_SIZE)
+    return Engine(Scheduler(config, blocks, policy), SimulatedRunner(cost), VirtualClock(), limits)
+
+
+def make_slot_engine(
+    cost: CostModel, *, num_slots: int, slot_tokens: int, policy: Policy | None = None, token_budget: int = 2048
+) -> Engine:
+    """An engine whose requests each reserve room for `slot_tokens` tokens, as engines did before paging.
+
+    A slot pool *is* a paged pool with one block per request: a block as long as the longest request that is accepted.
+    """
+    return make_engine(
+        cost,
+        policy=policy,
+        num_blocks=num_slots,
+        block_size=slot_tokens,
+        prefix_caching=False,
+        token_budget=token_budget,
+        max_running=num_slots,
+        max_model_len=slot_tokens,
+    )
+
+
+def simulate(engine: Engine, workload: Workload) -> Trace:
+    """Serve the workload to its end, on the engine's own clock."""
+    engine.run(workload.arrivals(), workload.then)
+    return engine.trace

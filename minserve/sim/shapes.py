@@ -190,7 +190,7 @@ def shape_from_config(values: Mapping[str, Any], name: str = "model") -> ModelSh
 
 
 # Families whose MLP is up and down without a gate.
-TWO_MATRIX_FAMILIES = set("gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt phi starcoder2 gpt_bigcode codegen".split())
+TWO_MATRIX_FAMILIES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "gpt_bigcode"}
 
 
 def _first(values: Mapping[str, Any], *names: str) -> Any:

@@ -186,7 +186,7 @@ class CostModel:
             activation_bytes=activation_bytes,
             link_bytes=link_bytes,
             linear_s=max(by_bytes_s, by_flops_s),
-            attention_s=self._attention_s(kv_read_bytes, attention_flops, work),
+            attention_s=self._attention_s(kv_read_bytes, attention_flops),
             activation_s=activation_bytes / (device.bytes_per_s * device.activation_share) if device.activation_share else 0.0,
             link_s=link_s,
             overhead_s=device.step_overhead_s + work.num_requests * device.request_overhead_s,
@@ -205,10 +205,11 @@ class CostModel:
         expert_share = shape.num_expert_layers * shape.num_experts * shape.expert_parameters / shape.num_parameters
         return self.weight_bytes * (1 - expert_share * (1 - visited))
 
-    def _attention_s(self, kv_read_bytes: float, attention_flops: float, work: Work) -> float:
+    def _attention_s(self, kv_read_bytes: float, attention_flops: float) -> float:
         device = self.device
         by_bytes_s = kv_read_bytes / (device.bytes_per_s * device.kv_read_share)
-        return max(by_bytes_s, attention_flops / (device.flops_per_s * device.attention_share))
+        by_flops_s = attention_flops / (device.flops_per_s * device.attention_share)
+        return by_bytes_s + by_flops_s if device.gathers_kv else max(by_bytes_s, by_flops_s)
 
     def _activation_bytes(self, num_tokens: int) -> float:
         """What passes between the products of a layer, read and written once each, 2 bytes a number."""

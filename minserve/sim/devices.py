@@ -45,6 +45,7 @@ class DeviceSpec:
     request_overhead_s: float = 0.0  # of the host, a request in a step
     link_bytes_per_s: float = 25 * GB  # to a neighbour, one way
     link_latency_s: float = 10e-6
+    gathers_kv: bool = False  # attention first fetches keys and values, then multiplies: their times add up
     shares_prefix_reads: bool = False  # requests that begin with the same blocks have these read once
     source: str = ""
 

@@ -1,0 +1,83 @@
+"""A device fitted to the steps of a real engine: what is left of a step after its matrix products, shared out among its causes.
+
+Why: bandwidth and matmul rates can be measured alone. What the host, the gather of keys and values, the attention products and
+the small operations between the products cost can only be seen in whole steps. Their sum is linear in what the cost model counts, so
+five coefficients are found by least squares, none below what the hardware allows.
+
+Steps are weighted by 1 / seconds, as if their error grew with the square root of their length: then neither the many short decodes nor
+the few long chunks decide alone.
+
+Taught in notebook 01.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minserve.sim.cost_model import CostModel, Work
+from minserve.sim.devices import DeviceSpec
+from minserve.sim.shapes import ModelShape
+
+Array = NDArray[np.float64]
+NUM_COEFFICIENTS = 5  # step, request, activation bytes, KV bytes, attention FLOPs
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The device, and how well it explains the steps it was fitted to: the median of |predicted / measured - 1|, and the sums' ratio."""
+
+    device: DeviceSpec
+    num_steps: int
+    median_error: float
+    total_ratio: float
+
+
+def fit_device(bare: DeviceSpec, shape: ModelShape, steps: Sequence[tuple[Work, float]], *, weights: str, kv: str) -> Fit:
+    """Complete a device of which bandwidth and matmul rates are known, from (work, seconds) of measured steps.
+
+    Raises ValueError for fewer steps than there are unknowns.
+    """
+    if len(steps) < NUM_COEFFICIENTS:
+        raise ValueError(f"{len(steps)} steps cannot determine {NUM_COEFFICIENTS} coefficients")
+    cost = CostModel(shape, bare, weights=weights, kv=kv)
+    costs = [cost.of(work) for work, _ in steps]
+    counts = np.array(
+        [[1, w.num_requests, c.activation_bytes, c.kv_read_bytes, c.attention_flops] for (w, _), c in zip(steps, costs, strict=True)]
+    )
+    seconds = np.array([s for _, s in steps])
+    rest = seconds - np.array([c.linear_s for c in costs])
+    least = np.array([0, 0, 0, 1 / bare.bytes_per_s, 1 / bare.flops_per_s])  # nothing is faster than the peaks
+    per_unit = least + nonnegative_least_squares(counts, rest - counts @ least, 1 / np.sqrt(seconds))
+    step_s, request_s, activation_s, kv_s, attention_s = per_unit.tolist()
+    device = replace(
+        bare,
+        step_overhead_s=step_s,
+        request_overhead_s=request_s,
+        activation_share=1 / (activation_s * bare.bytes_per_s) if activation_s else None,
+        kv_read_share=1 / (kv_s * bare.bytes_per_s),
+        attention_share=1 / (attention_s * bare.flops_per_s),
+        gathers_kv=True,
+    )
+    predicted = np.array([c.linear_s for c in costs]) + counts @ per_unit
+    return Fit(device, len(steps), float(np.median(np.abs(predicted / seconds - 1))), float(predicted.sum() / seconds.sum()))
+
+
+def nonnegative_least_squares(a: Array, b: Array, weights: Array) -> Array:
+    """The x >= 0 that minimizes the weighted squares of a x - b. a: [rows, n], b and weights: [rows] -> [n]
+
+    With n this small every choice of non-zero unknowns can be tried; the best one without a negative value is the answer.
+    """
+    scale = np.abs(a).max(axis=0)
+    scaled, target = a / scale * weights[:, None], b * weights
+    best, least_error = np.zeros(a.shape[1]), float(target @ target)
+    for size in range(1, a.shape[1] + 1):
+        for chosen in map(list, combinations(range(a.shape[1]), size)):
+            x = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
+            error = float(((scaled[:, chosen] @ x - target) ** 2).sum())
+            if (x >= 0).all() and error < least_error:
+                least_error, best = error, np.zeros(a.shape[1])
+                best[chosen] = x
+    return best / scale

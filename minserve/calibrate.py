@@ -1,28 +1,48 @@
-"""`minserve calibrate`: this machine as a device of the simulator, measured in about two minutes.
+"""`minserve calibrate`: this machine as a device of the simulator, and how well the simulator then predicts it.
 
-Why: a simulator is worth as much as its device. Three things are measured: how fast memory is read, how fast matrix products of the
-model's shapes run at 1 to 512 rows, and how long steps of the real engine take that were laid out for the purpose (decodes of
-many sizes and contexts, chunks, both together). What the products leave of a step is shared out by `sim.fit`.
+Why: a simulator is worth as much as its device. How fast memory is read and how fast the products of the model's shapes run at 1 to 512
+rows is measured alone. Then the real engine serves a workload of its own (a burst, a trickle, a shared beginning), each of its steps is
+written down as work and seconds, and what the products leave of a step is shared out by `sim/fit.py`.
 
-Invariant: nothing of what the simulator is later checked against (the workload of `minserve bench`) is used here.
+Invariant: nothing of what the simulator is checked against (`check`) is used to fit it. Machines drift by a tenth within minutes, so the
+runs to fit and the runs to check take turns, and medians are compared.
 
 Taught in notebook 01.
 """
 
+import json
+import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
 
+from minserve.bench import load_workload
 from minserve.core.batch import ScheduledBatch, StepResult
-from minserve.core.request import Request, SamplingParams
+from minserve.core.engine import Arrival, Engine, Runner
+from minserve.core.trace import Summary
 from minserve.llm import LLM
-from minserve.model.linear import Linear
+from minserve.model.decoder import Decoder
+from minserve.model.kv_cache import FORMATS
+from minserve.model.runner import ModelRunner
+from minserve.model.sizing import free_bytes
+from minserve.sim.cost_model import CostModel, Work
+from minserve.sim.devices import DeviceSpec
+from minserve.sim.fit import Fit, fit_device
+from minserve.sim.shapes import load_shape
+from minserve.sim.simulator import make_engine
+from minserve.sim.workload import Lengths, all_at_once, exact, make_workload, poisson
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-DECODES = ((64, 512), (32, 512), (16, 512), (8, 512), (1, 512), (64, 128), (32, 128), (16, 128), (4, 128), (64, 32), (16, 32), (1, 32))
-CHUNKS = ((512, 0), (256, 0), (128, 0), (64, 0), (32, 0), (512, 512), (128, 512), (32, 512))  # tokens, and how many come before
-MIXED = ((8, 128, 256), (32, 128, 64), (32, 128, 256), (32, 512, 448), (60, 128, 448))  # decodes, their context, a chunk beside them
+ROWS = (1, 2, 16, 32, 64, 128, 256, 512)  # of the timed products
+FEW_ROWS = 16  # with less, a product takes as long as its weights need to be read
+POISSON_RATE_PER_S = 1.5  # of the open version of `mixed`: about two thirds of what this project's own machine can serve
+
+# --- what can be measured alone -------------------------------------------------------------------
 
 
 def best_s(function: Callable[[], object], seconds: float = 0.3, least: int = 3) -> float:
@@ -50,9 +70,195 @@ def measure_flops_per_s(dtype: torch.dtype, size: int = 2048) -> float:
 
 
 @torch.inference_mode()
-def measure_layers_s(llm: LLM, num_rows: int) -> float:
+def measure_layers_s(decoder: Decoder, num_rows: int) -> float:
     """Seconds of all products of all layers with so many rows: every weight is used once, as in a step."""
-    decoder = llm.engine.runner.decoder  # type: ignore[attr-defined]
-    linears: list[Linear] = [linear for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears = [linear for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     inputs = {linear.in_features: torch.ones(num_rows, linear.in_features, dtype=decoder.dtype) for linear in linears}
     return best_s(lambda: [linear(inputs[linear.in_features]) for linear in linears])
+
+
+def decoder_of(llm: LLM) -> Decoder:
+    return cast(ModelRunner, llm.engine.runner).decoder
+
+
+def cost_model(llm: LLM, device: DeviceSpec) -> CostModel:
+    """The cost model of what `llm` serves, in its formats, on a device."""
+    weights = next(name for name, dtype in FORMATS.items() if dtype == llm.dtype)
+    return CostModel(load_shape(llm.model_path), device, weights=weights, kv=llm.pool.kv_format)
+
+
+def measure_peaks(llm: LLM, name: str) -> DeviceSpec:
+    """Bandwidth and matmul rates; the rest of the device is still unknown."""
+    decoder, shape = decoder_of(llm), load_shape(llm.model_path)
+    bytes_per_s, flops_per_s = measure_read_bytes_per_s(), measure_flops_per_s(decoder.dtype)
+    layers_s = {rows: measure_layers_s(decoder, rows) for rows in ROWS}
+    rates = {rows: 2 * rows * shape.num_layer_parameters / layers_s[rows] for rows in ROWS}
+    flops_per_s = max(flops_per_s, *rates.values())
+    read_share = shape.num_layer_parameters * decoder.dtype.itemsize / min(layers_s[1], layers_s[2]) / bytes_per_s
+    return DeviceSpec(
+        name=name,
+        memory_bytes=float(free_bytes(decoder.device)),
+        bytes_per_s=bytes_per_s,
+        flops_per_s=flops_per_s,
+        weight_read_share=min(1.0, read_share),
+        matmul_shares=tuple((rows, rates[rows] / flops_per_s) for rows in ROWS if rows >= FEW_ROWS),
+        shares_prefix_reads=True,
+        source=f"minserve calibrate, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {torch.get_num_threads()} threads",
+    )
+
+
+# --- steps of the real engine ---------------------------------------------------------------------
+
+
+class RecordingRunner:
+    """Notes the work of every step that it passes on."""
+
+    def __init__(self, inner: Runner, cost: CostModel):
+        self.inner, self.cost = inner, cost
+        self.works: list[Work] = []
+
+    def execute(self, batch: ScheduledBatch) -> StepResult:
+        self.works.append(self.cost.work(batch.rows))
+        return self.inner.execute(batch)
+
+
+def calibration_workload(seed: int) -> list[list[Arrival]]:
+    """What is served to be fitted to: a burst, a trickle at three rates, and a burst with a common beginning."""
+    prompt, output = Lengths.lognormal(150, 0.9, 8, 512), Lengths.exponential(90, 256)
+    parts = [make_workload(40, prompt, output, all_at_once(), seed)]
+    parts += [make_workload(12, prompt, output, poisson(rate), seed + index) for index, rate in enumerate((0.8, 1.6, 2.4), start=1)]
+    parts.append(make_workload(24, Lengths.uniform(272, 384), Lengths.uniform(8, 64), all_at_once(), seed + 4, num_shared_tokens=256))
+    return [part.arrivals() for part in parts]
+
+
+def serve(engine: Engine, arrivals: Iterable[Arrival]) -> Summary:
+    """Serve from a cold cache, the first arrival now; what came of it."""
+    engine.scheduler.blocks.flush_cache()
+    engine.trace = type(engine.trace)()
+    start_s = engine.clock.now()
+    engine.run([(start_s + time_s, arguments) for time_s, arguments in arrivals])
+    return engine.trace.summary()
+
+
+def record_steps(engine: Engine, cost: CostModel, parts: Iterable[Iterable[Arrival]]) -> list[tuple[Work, float]]:
+    """Serve the parts one after the other: (work, seconds) of every step that computed something."""
+    steps: list[tuple[Work, float]] = []
+    for arrivals in parts:
+        inner, engine.runner = engine.runner, (recorder := RecordingRunner(engine.runner, cost))
+        try:
+            serve(engine, arrivals)
+        finally:
+            engine.runner = inner
+        steps += [(work, s.elapsed_s) for work, s in zip(recorder.works, engine.trace.steps, strict=True) if work.num_tokens]
+    return steps
+
+
+# --- the check ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One workload on both: medians of the real runs, the simulation, seconds."""
+
+    workload: str
+    metric: str
+    real_s: tuple[float, ...]
+    simulated_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.simulated_s / statistics.median(self.real_s)
+
+
+def check_workloads(sets: Mapping[str, Sequence[Mapping[str, Any]]], seed: int = 7) -> dict[str, list[Arrival]]:
+    """The fixed workload of `minserve bench`, and its `mixed` requests arriving one by one, at random."""
+    at_once = {name: [(0.0, _arguments(request)) for request in sets[name]] for name in ("mixed", "shared")}
+    times_s = poisson(POISSON_RATE_PER_S).times_s(np.random.default_rng(seed), len(sets["mixed"]))
+    open_loop = [(time_s, arguments) for time_s, (_, arguments) in zip(times_s, at_once["mixed"], strict=True)]
+    return {**at_once, f"mixed, Poisson {POISSON_RATE_PER_S}/s": open_loop}
+
+
+def _arguments(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {"prompt_ids": request["prompt_ids"], "params": exact(request["max_tokens"])}
+
+
+def twin(llm: LLM, cost: CostModel) -> Engine:
+    """The engine of `llm` on a virtual device: the same scheduler settings and the same pool."""
+    config, limits = llm.config, llm.engine.limits
+    return make_engine(
+        cost,
+        num_blocks=llm.num_blocks,
+        block_size=config.block_size,
+        prefix_caching=config.prefix_caching,
+        token_budget=config.token_budget,
+        max_running=config.max_running,
+        max_chunk_tokens=config.max_chunk_tokens,
+        watermark_blocks=llm.engine.scheduler.config.watermark_blocks,
+        max_model_len=limits.max_model_len,
+    )
+
+
+METRICS = ("wall_s", "ttft_p50_s", "tpot_p50_s")
+
+
+def compare(llm: LLM, cost: CostModel, workloads: Mapping[str, list[Arrival]], real: Mapping[str, list[Summary]]) -> list[Comparison]:
+    """Simulate each workload and set it beside its real runs."""
+    found: list[Comparison] = []
+    for name, arrivals in workloads.items():
+        simulated = serve(twin(llm, cost), arrivals)
+        for metric in METRICS:
+            found.append(Comparison(name, metric, tuple(getattr(s, metric) for s in real[name]), getattr(simulated, metric)))
+    return found
+
+
+def table(comparisons: Sequence[Comparison]) -> str:
+    """The check as text: real median and range, simulated, and their ratio."""
+    words = {"wall_s": "makespan", "ttft_p50_s": "TTFT p50", "tpot_p50_s": "TPOT p50"}
+    lines = [f"{'workload':<22} {'':<9} {'real, median (range)':>32} {'simulated':>12} {'ratio':>6}"]
+    for c in comparisons:
+        middle, low, high = (f"{1e3 * value:,.0f}" for value in (statistics.median(c.real_s), min(c.real_s), max(c.real_s)))
+        real = f"{middle} ({low} to {high}) ms"
+        lines.append(f"{c.workload:<22} {words[c.metric]:<9} {real:>32} {1e3 * c.simulated_s:>9,.0f} ms {c.ratio:>6.2f}")
+    return "\n".join(lines)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def main(model: str | None, out: str, *, num_rounds: int = 1, check: bool = False, json_path: str | None = None, **fields: Any) -> Fit:
+    """Measure, fit, write the device to `out`; with `check`, serve and simulate the workloads of `minserve bench` as well."""
+    workloads = check_workloads(load_workload()) if check else {}
+    with LLM(model, **fields) as llm:
+        peaks = measure_peaks(llm, Path(out).stem)
+        print(f"memory {peaks.bytes_per_s / 1e9:.1f} GB/s, products up to {peaks.flops_per_s / 1e9:.0f} GFLOP/s", flush=True)
+        cost = cost_model(llm, peaks)
+        steps: list[tuple[Work, float]] = []
+        real: dict[str, list[Summary]] = {workload: [] for workload in workloads}
+        for number in range(num_rounds):
+            steps += record_steps(llm.engine, cost, calibration_workload(seed=10 * number))
+            for workload, arrivals in workloads.items():
+                real[workload].append(serve(llm.engine, arrivals))
+            print(f"round {number + 1} of {num_rounds}: {len(steps)} steps so far", file=sys.stderr, flush=True)
+        fit = fit_device(cost, steps)
+        comparisons = compare(llm, cost_model(llm, fit.device), workloads, real)
+    print(describe(fit))
+    if check:
+        print(table(comparisons))
+    fit.device.save(out)
+    print(f"device written to {out}")
+    if json_path:
+        result = {"device": asdict(fit.device), "check": [{**asdict(c), "ratio": c.ratio} for c in comparisons]}
+        Path(json_path).write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return fit
+
+
+def describe(fit: Fit) -> str:
+    """What was found, in words."""
+    d = fit.device
+    small = f"{d.activation_share:.0%}" if d.activation_share else "too little to see"
+    return (
+        f"a step costs {1e3 * d.step_overhead_s:.1f} ms and {1e6 * d.request_overhead_s:.0f} us a request; of the bandwidth, weights reach "
+        f"{d.weight_read_share:.0%}, keys and values {d.kv_read_share:.0%}, small operations {small}; of the matmul rate, "
+        f"{', '.join(f'{share:.0%} at {rows:.0f} rows' for rows, share in d.matmul_shares)}, attention {d.attention_share:.0%}\n"
+        f"over {fit.num_steps} steps: median error {fit.median_error:.1%}, sum {fit.total_ratio - 1:+.1%}"
+    )

@@ -1,4 +1,4 @@
-"""The command `minserve`: demo, generate, bench, model. Each is a few lines over the package; errors are one line, not a traceback."""
+"""The command `minserve`: demo, generate, bench, calibrate, model. Each is a few lines over the package; errors are one line, not a traceback."""
 
 import argparse
 import sys
@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     _add_generate(commands)
     _add_bench(commands)
+    _add_calibrate(commands)
     _add_model(commands)
     return parser
 
@@ -91,6 +92,19 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--json", help="write the results here")
     _add_engine_options(bench)
     bench.set_defaults(run=_bench)
+
+
+def _add_calibrate(commands: Any) -> None:
+    calibrate = commands.add_parser("calibrate", help="measure this machine as a device of the simulator")
+    calibrate.add_argument("--model", help=_MODEL_HELP)
+    calibrate.add_argument("--out", default="this-machine.json", help="where to write the device (default: %(default)s)")
+    calibrate.add_argument("--rounds", type=int, default=1, help="repeat the measured workload (default: %(default)s)")
+    calibrate.add_argument(
+        "--check", action="store_true", help="also serve the workload of `bench` in every round, and compare with the simulator"
+    )
+    calibrate.add_argument("--json", help="write the device and the check here")
+    _add_engine_options(calibrate)
+    calibrate.set_defaults(run=_calibrate)
 
 
 def _add_model(commands: Any) -> None:
@@ -152,6 +166,19 @@ def _bench(arguments: argparse.Namespace) -> None:
         arguments.json,
         limit=arguments.limit,
         primed=arguments.primed,
+        **_engine_fields(arguments),
+    )
+
+
+def _calibrate(arguments: argparse.Namespace) -> None:
+    from minserve import calibrate
+
+    calibrate.main(
+        arguments.model,
+        arguments.out,
+        num_rounds=arguments.rounds,
+        check=arguments.check,
+        json_path=arguments.json,
         **_engine_fields(arguments),
     )
 

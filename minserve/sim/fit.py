@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from minserve.sim.cost_model import CostModel, Work
 from minserve.sim.devices import DeviceSpec
-from minserve.sim.shapes import ModelShape
 
 Array = NDArray[np.float64]
 NUM_COEFFICIENTS = 5  # step, request, activation bytes, KV bytes, attention FLOPs
@@ -35,14 +34,14 @@ class Fit:
     total_ratio: float
 
 
-def fit_device(bare: DeviceSpec, shape: ModelShape, steps: Sequence[tuple[Work, float]], *, weights: str, kv: str) -> Fit:
-    """Complete a device of which bandwidth and matmul rates are known, from (work, seconds) of measured steps.
+def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
+    """Complete the device of `cost`, of which bandwidth and matmul rates are known, from (work, seconds) of measured steps.
 
     Raises ValueError for fewer steps than there are unknowns.
     """
     if len(steps) < NUM_COEFFICIENTS:
         raise ValueError(f"{len(steps)} steps cannot determine {NUM_COEFFICIENTS} coefficients")
-    cost = CostModel(shape, bare, weights=weights, kv=kv)
+    bare = cost.device
     costs = [cost.of(work) for work, _ in steps]
     counts = np.array(
         [[1, w.num_requests, c.activation_bytes, c.kv_read_bytes, c.attention_flops] for (w, _), c in zip(steps, costs, strict=True)]

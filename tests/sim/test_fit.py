@@ -32,7 +32,7 @@ def some_steps(seed: int = 0) -> list[Work]:
 
 def test_a_device_is_found_again_from_its_steps():
     cost = CostModel(SMOLLM2, TRUE)
-    fit = fit_device(BARE, SMOLLM2, [(work, cost.of(work).seconds) for work in some_steps()], weights="bf16", kv="bf16")
+    fit = fit_device(CostModel(SMOLLM2, BARE), [(work, cost.of(work).seconds) for work in some_steps()])
     for name in ("step_overhead_s", "request_overhead_s", "activation_share", "kv_read_share", "attention_share"):
         assert getattr(fit.device, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert fit.median_error < 1e-9 and fit.total_ratio == pytest.approx(1.0) and fit.num_steps == 90
@@ -41,7 +41,7 @@ def test_a_device_is_found_again_from_its_steps():
 def test_noise_moves_the_prediction_of_other_steps_little():
     cost, rng = CostModel(SMOLLM2, TRUE), random.Random(1)
     noisy = [(work, cost.of(work).seconds * rng.lognormvariate(0, 0.15)) for work in some_steps()]
-    fitted = CostModel(SMOLLM2, fit_device(BARE, SMOLLM2, noisy, weights="bf16", kv="bf16").device)
+    fitted = CostModel(SMOLLM2, fit_device(CostModel(SMOLLM2, BARE), noisy).device)
     others = some_steps(seed=2)
     assert sum(fitted.of(w).seconds for w in others) == pytest.approx(sum(cost.of(w).seconds for w in others), rel=0.05)
 
@@ -49,14 +49,14 @@ def test_noise_moves_the_prediction_of_other_steps_little():
 def test_no_part_is_faster_than_the_hardware():
     """Steps that take no longer than their products: the rest is explained by nothing, and the peaks stay the limit."""
     cost = CostModel(SMOLLM2, replace(BARE, step_overhead_s=0.0))
-    fit = fit_device(BARE, SMOLLM2, [(work, cost.of(work).linear_s) for work in some_steps()], weights="bf16", kv="bf16")
+    fit = fit_device(CostModel(SMOLLM2, BARE), [(work, cost.of(work).linear_s) for work in some_steps()])
     assert fit.device.kv_read_share == pytest.approx(1.0) and fit.device.attention_share == pytest.approx(1.0)
     assert fit.device.step_overhead_s == 0.0 and fit.device.activation_share is None
 
 
 def test_too_few_steps_are_refused():
     with pytest.raises(ValueError, match="4 steps cannot determine 5 coefficients"):
-        fit_device(BARE, SMOLLM2, [(decode_work(1, 1), 0.01)] * 4, weights="bf16", kv="bf16")
+        fit_device(CostModel(SMOLLM2, BARE), [(decode_work(1, 1), 0.01)] * 4)
 
 
 def test_least_squares_stay_at_or_above_zero():

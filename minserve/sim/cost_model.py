@@ -16,7 +16,7 @@ the rates that TensorRT-LLM 0.6.1 published (LLaMA-7B, fp16, one A100-80GB); the
     batch 384, 128 in, 128 out          8.80 s     model 9.46 s     predicted, +7 %
     batch 52, 2,048 in, 128 out         11.26 s    model 12.64 s    predicted, +12 %
     LLaMA-70B on four, first of 2,048   377 ms     model 379 ms     predicted, 0 %
-    Llama-2-7B / 13B, batch 1 (AWQ)     10.8 / 19.1 ms   model 9.0 / 17.0 ms   predicted, -16 and -11 %: another engine's host time
+    Llama-2-7B / 13B, batch 1 (AWQ)     10.8 / 19.1 ms   model 9.0 / 16.9 ms   predicted, -17 and -12 %: another engine's host time
 
 The 0.60 at few rows and half a millisecond of host time a step are assumptions; the anchors hardly depend on them.
 
@@ -67,10 +67,11 @@ def row_work(start: int, num_tokens: int, samples: bool = True, window: int | No
     return Work(num_tokens, 1, int(samples), end, pairs, min(end, window + num_tokens - 1), seen)
 
 
-def decode_work(num_requests: int, context_tokens: int) -> Work:
+def decode_work(num_requests: int, context_tokens: int, window: int | None = None) -> Work:
     """One token for each of so many requests, each with so many tokens in its context (the new one included)."""
     total = num_requests * context_tokens
-    return Work(num_requests, num_requests, num_requests, total, total, total, total)
+    seen = num_requests * min(context_tokens, window or context_tokens)  # in layers that see a window only
+    return Work(num_requests, num_requests, num_requests, total, total, seen, seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,14 @@ class CostModel:
     >>> from minserve.sim.shapes import SHAPES
     >>> cost = CostModel(SHAPES["llama-2-13b"], DEVICES["a100-80gb"])
     >>> f"{1e3 * cost.of(decode_work(1, 1)).seconds:.1f} ms"
-    '16.7 ms'
+    '16.9 ms'
     """
 
     def __init__(self, shape: ModelShape, device: DeviceSpec, *, weights: str = "bf16", kv: str = "bf16", num_devices: int = 1):
         if num_devices < 1 or shape.num_heads % num_devices:
             raise ValueError(f"{shape.num_heads} query heads cannot be shared evenly by {num_devices} devices")
+        if shape.num_kv_heads % num_devices and num_devices % shape.num_kv_heads and not shape.latent_size:
+            raise ValueError(f"{shape.num_kv_heads} KV heads can neither be split nor copied evenly over {num_devices} devices")
         self.shape, self.device, self.weights, self.kv, self.num_devices = shape, device, weights, kv, num_devices
         # A KV head that cannot be split is kept by every device.
         self.kv_split = min(num_devices, shape.num_kv_heads) if not shape.latent_size else 1
@@ -168,7 +171,7 @@ class CostModel:
         """FLOPs, bytes and seconds of a step. A step without tokens costs its overhead only."""
         shape, device, split = self.shape, self.device, self.num_devices
         linear_flops = 2 * (work.num_tokens * shape.num_layer_parameters + work.num_samples * shape.num_output_parameters) / split
-        per_pair = 4 * shape.num_heads * shape.head_dim / split
+        per_pair = 2 * shape.num_heads * (shape.query_head_dim + shape.head_dim) / split
         attention_flops = per_pair * (self._num_full_layers * work.num_pairs + shape.num_window_layers * work.num_window_pairs)
         read = self._num_full_layers * work.num_context_tokens + shape.num_window_layers * work.num_window_tokens
         kv_read_bytes = self._layer_kv_bytes * read

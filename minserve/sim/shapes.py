@@ -46,8 +46,10 @@ class ModelShape:
     window: int | None = None
     num_window_layers: int = 0
     num_stateless_layers: int = 0
-    latent_size: int = 0  # MLA: numbers kept per token and layer in place of keys and values
+    latent_size: int = 0  # MLA: numbers kept per token and layer in place of keys and values,
+    rotary_size: int = 0  # of which so many carry the position, the same for all heads
     query_rank: int = 0  # MLA: queries are made through this many numbers; 0: directly
+    key_size: int = 0  # numbers of a query and a key in one head, where values (head_dim) have fewer; 0: head_dim
 
     # --- weights ----------------------------------------------------------------------------------
 
@@ -96,11 +98,13 @@ class ModelShape:
 
     @property
     def _attention_parameters(self) -> int:
-        E, D = self.hidden_size, self.head_dim
-        if self.latent_size:  # down to the latent, up to keys and values of every head, and the queries through their own rank
-            queries = E * self.query_rank + self.query_rank * self.num_heads * D if self.query_rank else E * self.num_heads * D
-            return queries + E * self.latent_size + 2 * self.latent_size * self.num_heads * D + self.num_heads * D * E
-        return 2 * E * (self.num_heads + self.num_kv_heads) * D
+        E, H, D = self.hidden_size, self.num_heads, self.head_dim
+        if not self.latent_size:
+            return 2 * E * (H + self.num_kv_heads) * D
+        # down to the latent, up to keys and values of every head, and the queries through their own rank
+        queries = self.query_rank * (E + H * self.query_head_dim) if self.query_rank else E * H * self.query_head_dim
+        up = (self.latent_size - self.rotary_size) * H * (self.query_head_dim - self.rotary_size + D)
+        return queries + E * self.latent_size + up + H * D * E
 
     def weight_bytes(self, weights: str = "bf16") -> int:
         """Bytes of all weights in a format. Quantized formats leave the embedding and the output layer in bf16, as is the custom."""
@@ -111,6 +115,10 @@ class ModelShape:
         return plain * 2 + (self.num_parameters - plain) * bits // 8
 
     # --- what a token keeps -----------------------------------------------------------------------
+
+    @property
+    def query_head_dim(self) -> int:
+        return self.key_size or self.head_dim
 
     @property
     def num_kv_layers(self) -> int:
@@ -158,7 +166,10 @@ def load_shape(name_or_path: str | Path) -> ModelShape:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise UnknownModel(f"no model {str(name_or_path)!r}: give a config.json, or one of {', '.join(SHAPES)}")
-    return shape_from_config(json.loads(file.read_text(encoding="utf-8")), name=file.parent.name or "model")
+    try:
+        return shape_from_config(json.loads(file.read_text(encoding="utf-8")), name=file.resolve().parent.name or "model")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def shape_from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
@@ -166,24 +177,23 @@ def shape_from_config(values: Mapping[str, Any], name: str = "model") -> ModelSh
     for part in ("text_config", "llm_config", "language_config"):
         if isinstance(values.get(part), Mapping):
             return shape_from_config({**values[part], "tie_word_embeddings": _tied(values[part], values)}, name)
-    hidden, heads = _size(values, "hidden_size", "n_embd", "d_model"), _size(values, "num_attention_heads", "n_head", "n_heads")
+    values = {**LEFT_OUT.get(str(values.get("model_type")), {}), **values}
+    hidden, heads = _size(values, "hidden_size", "n_embd", "n_embed", "d_model"), _size(values, "num_attention_heads", "n_head", "n_heads")
     layers = _size(values, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    has_rank = bool(values.get("kv_lora_rank"))
-    rotary = int(values.get("qk_rope_head_dim") or 0)
     return ModelShape(
         name=name,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=_num_kv_heads(values, heads),
-        head_dim=int(values.get("v_head_dim") or 0) if has_rank else int(values.get("head_dim") or hidden // heads),
-        intermediate_size=int(_first(values, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden),
-        vocab_size=_size(values, "vocab_size"),
+        intermediate_size=int(
+            _first(values, "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
+        ),
+        vocab_size=_size(values, "vocab_size", "padded_vocab_size"),
         max_positions=int(_first(values, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len") or 4096),
         tied_embeddings=_tied(values),
         num_mlp_matrices=2 if values.get("model_type") in TWO_MATRIX_FAMILIES else 3,
-        latent_size=int(values["kv_lora_rank"]) + rotary if has_rank else 0,
-        query_rank=int(values.get("q_lora_rank") or 0) if has_rank else 0,
+        **{"head_dim": int(values.get("head_dim") or hidden // heads), **_latent(values)},
         **_experts(values, layers),
         **_attention_kinds(values, layers),
     )
@@ -191,6 +201,20 @@ def shape_from_config(values: Mapping[str, Any], name: str = "model") -> ModelSh
 
 # Families whose MLP is up and down without a gate.
 TWO_MATRIX_FAMILIES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "gpt_bigcode"}
+
+
+# What configs of a family leave out, since it is the same for all its members or the default of their code.
+LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 262_208,
+        "sliding_window_pattern": 6,
+    },
+    "gemma2": {"sliding_window_pattern": 2},
+    "llama4_text": {"n_shared_experts": 1, "sliding_window_pattern": 4},
+}
 
 
 def _first(values: Mapping[str, Any], *names: str) -> Any:
@@ -207,7 +231,7 @@ def _size(values: Mapping[str, Any], *names: str) -> int:
 def _num_kv_heads(values: Mapping[str, Any], num_heads: int) -> int:
     if values.get("multi_query") and not values.get("new_decoder_architecture"):  # falcon-7b, starcoder
         return 1
-    return int(_first(values, "num_key_value_heads", "num_kv_heads") or num_heads)
+    return int(_first(values, "num_key_value_heads", "num_kv_heads", "multi_query_group_num") or num_heads)
 
 
 def _tied(*configs: Mapping[str, Any]) -> bool:
@@ -219,11 +243,25 @@ def _tied(*configs: Mapping[str, Any]) -> bool:
     return kind in {"gpt2", "opt", "bloom", "falcon", "mpt", "starcoder2", "gpt_bigcode"} or kind.startswith("gemma")
 
 
+def _latent(values: Mapping[str, Any]) -> dict[str, int]:
+    """MLA: a token keeps one latent and one rotated key for all heads."""
+    if not values.get("kv_lora_rank"):
+        return {}
+    rotary = _size(values, "qk_rope_head_dim")
+    return {
+        "head_dim": _size(values, "v_head_dim"),
+        "key_size": _size(values, "qk_nope_head_dim") + rotary,
+        "latent_size": _size(values, "kv_lora_rank") + rotary,
+        "rotary_size": rotary,
+        "query_rank": int(values.get("q_lora_rank") or 0),
+    }
+
+
 def _experts(values: Mapping[str, Any], num_layers: int) -> dict[str, int]:
     num_experts = int(_first(values, "num_local_experts", "num_experts", "n_routed_experts") or 0)
     if num_experts <= 1:
         return {}
-    sparse_every = int(values.get("decoder_sparse_step") or 1)
+    sparse_every = int(_first(values, "decoder_sparse_step", "interleave_moe_layer_step") or 1)
     num_dense = int(values.get("first_k_dense_replace") or 0) or len(values.get("mlp_only_layers") or ())
     if sparse_every > 1:
         num_dense = num_layers - num_layers // sparse_every
@@ -240,12 +278,11 @@ def _experts(values: Mapping[str, Any], num_layers: int) -> dict[str, int]:
 
 def _attention_kinds(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     """How many layers see a window only, and how many keep no KV (linear attention, state space)."""
-    window = values.get("sliding_window")
+    window = _first(values, "sliding_window", "attention_chunk_size")
     kinds = values.get("layer_types")
     if kinds:
         stateless = sum(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
         windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-        window = window or values.get("attention_chunk_size")
     else:
         every = int(values.get("full_attention_interval") or 1)
         stateless = num_layers - num_layers // every if every > 1 else 0

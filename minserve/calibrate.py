@@ -122,12 +122,15 @@ class RecordingRunner:
         return self.inner.execute(batch)
 
 
-def calibration_workload(seed: int) -> list[list[Arrival]]:
+def calibration_workload(seed: int, vocab_size: int) -> list[list[Arrival]]:
     """What is served to be fitted to: a burst, a trickle at three rates, and a burst with a common beginning."""
     prompt, output = Lengths.lognormal(150, 0.9, 8, 512), Lengths.exponential(90, 256)
-    parts = [make_workload(40, prompt, output, all_at_once(), seed)]
-    parts += [make_workload(12, prompt, output, poisson(rate), seed + index) for index, rate in enumerate((0.8, 1.6, 2.4), start=1)]
-    parts.append(make_workload(24, Lengths.uniform(272, 384), Lengths.uniform(8, 64), all_at_once(), seed + 4, num_shared_tokens=256))
+    parts = [make_workload(40, prompt, output, all_at_once(), seed, vocab_size=vocab_size)]
+    for rate_per_s in (0.8, 1.6, 2.4):
+        seed += 1
+        parts.append(make_workload(12, prompt, output, poisson(rate_per_s), seed, vocab_size=vocab_size))
+    prompt, output = Lengths.uniform(272, 384), Lengths.uniform(8, 64)
+    parts.append(make_workload(24, prompt, output, all_at_once(), seed + 1, num_shared_tokens=256, vocab_size=vocab_size))
     return [part.arrivals() for part in parts]
 
 
@@ -235,7 +238,7 @@ def main(model: str | None, out: str, *, num_rounds: int = 1, check: bool = Fals
         steps: list[tuple[Work, float]] = []
         real: dict[str, list[Summary]] = {workload: [] for workload in workloads}
         for number in range(num_rounds):
-            steps += record_steps(llm.engine, cost, calibration_workload(seed=10 * number))
+            steps += record_steps(llm.engine, cost, calibration_workload(10 * number, llm.engine.limits.vocab_size))
             for workload, arrivals in workloads.items():
                 real[workload].append(serve(llm.engine, arrivals))
             print(f"round {number + 1} of {num_rounds}: {len(steps)} steps so far", file=sys.stderr, flush=True)

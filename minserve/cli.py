@@ -1,4 +1,4 @@
-"""The command `minserve`: demo, generate, bench, calibrate, model. Each is a few lines over the package; errors are one line, not a traceback."""
+"""The command `minserve`. Each of its commands is a few lines over the package; errors are one line, not a traceback."""
 
 import argparse
 import sys

@@ -21,7 +21,9 @@ from minserve.sim.cost_model import CostModel, Work
 from minserve.sim.devices import DeviceSpec
 
 Array = NDArray[np.float64]
+NUM_VOTES = 4
 NUM_COEFFICIENTS = 5  # step, request, activation bytes, KV bytes, attention FLOPs
+MAX_LOG_ERROR = 0.5  # a step that takes e^0.5 = 1.65 times what the others say, or less than its inverse, is a disturbance
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,16 @@ def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
         [[1, w.num_requests, c.activation_bytes, c.kv_read_bytes, c.attention_flops] for (w, _), c in zip(steps, costs, strict=True)]
     )
     seconds = np.array([s for _, s in steps])
-    rest = seconds - np.array([c.linear_s for c in costs])
+    linear = np.array([c.linear_s for c in costs])
     least = np.array([0, 0, 0, 1 / bare.bytes_per_s, 1 / bare.flops_per_s])  # nothing is faster than the peaks
-    per_unit = least + nonnegative_least_squares(counts, rest - counts @ least, 1 / np.sqrt(seconds))
+    fixed = linear + counts @ least
+    believed, extra = np.ones(len(steps), dtype=bool), np.zeros(NUM_COEFFICIENTS)
+    for _ in range(NUM_VOTES):
+        extra = nonnegative_least_squares(counts[believed], (seconds - fixed)[believed], 1 / np.sqrt(seconds[believed]))
+        # A neighbour's burst can make a step of 50 ms take a second. Steps that are far off do not vote in the next round.
+        near = np.abs(np.log(seconds / (fixed + counts @ extra))) < MAX_LOG_ERROR
+        believed = near if near.sum() >= NUM_COEFFICIENTS else believed
+    per_unit = least + extra
     step_s, request_s, activation_s, kv_s, attention_s = per_unit.tolist()
     device = replace(
         bare,
@@ -60,7 +69,7 @@ def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
         attention_share=1 / (attention_s * bare.flops_per_s),
         gathers_kv=True,
     )
-    predicted = np.array([c.linear_s for c in costs]) + counts @ per_unit
+    predicted = linear + counts @ per_unit
     return Fit(device, len(steps), float(np.median(np.abs(predicted / seconds - 1))), float(predicted.sum() / seconds.sum()))
 
 

@@ -46,6 +46,14 @@ def test_noise_moves_the_prediction_of_other_steps_little():
     assert sum(fitted.of(w).seconds for w in others) == pytest.approx(sum(cost.of(w).seconds for w in others), rel=0.05)
 
 
+def test_a_burst_of_a_neighbour_does_not_count():
+    cost = CostModel(SMOLLM2, TRUE)
+    disturbed = [(work, cost.of(work).seconds * (20 if index % 30 == 7 else 1)) for index, work in enumerate(some_steps())]
+    device = fit_device(CostModel(SMOLLM2, BARE), disturbed).device
+    assert device.step_overhead_s == pytest.approx(TRUE.step_overhead_s, rel=0.02)
+    assert device.kv_read_share == pytest.approx(TRUE.kv_read_share, rel=0.02)
+
+
 def test_no_part_is_faster_than_the_hardware():
     """Steps that take no longer than their products: the rest is explained by nothing, and the peaks stay the limit."""
     cost = CostModel(SMOLLM2, replace(BARE, step_overhead_s=0.0))

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_bench(commands)
     _add_calibrate(commands)
+    _add_plan(commands)
     _add_model(commands)
     return parser
 
@@ -105,6 +106,28 @@ def _add_calibrate(commands: Any) -> None:
     calibrate.add_argument("--json", help="write the device and the check here")
     _add_engine_options(calibrate)
     calibrate.set_defaults(run=_calibrate)
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="what fits on a device, how fast it will be, and the flags that say so in other engines")
+    plan.add_argument("--model", required=True, help="a name (llama-2-13b, qwen3-30b-a3b ...), a config.json, or a directory with one")
+    plan.add_argument("--device", required=True, help="a name (a100-80gb, h100 ...), or a file that minserve calibrate wrote")
+    plan.add_argument("--context", type=int, default=2048, help="tokens of a request, prompt and output together (default: %(default)s)")
+    plan.add_argument("--output-tokens", type=int, help="how many of them are output (default: 256, or half of a short context)")
+    plan.add_argument("--weights", help="format of the weights: bf16 (default), fp16, fp32, fp8, int8, int4")
+    plan.add_argument("--kv", help="format of keys and values, by the same names")
+    plan.add_argument("--tensor-parallel", type=int, dest="num_devices", help="devices that share the model")
+    plan.add_argument("--memory-fraction", type=float, help="share of a device's memory that may be used (default: 0.9)")
+    plan.add_argument("--reserve-gb", type=float, help="for activations and runtime (default: 3, or more where a step needs it)")
+    plan.add_argument("--block-size", type=int, help="tokens a KV block")
+    plan.add_argument("--token-budget", type=int, help="most tokens a step computes")
+    plan.add_argument("--slo-ttft", type=float, metavar="MS", help="longest time to the first token")
+    plan.add_argument("--slo-tpot", type=float, metavar="MS", help="longest time between tokens")
+    plan.add_argument("--price-per-hour", type=float, help="of one device: gives the cost of a million output tokens")
+    plan.add_argument("--explain", choices=("vllm", "sglang", "tgi", "trtllm", "llamacpp", "all"), help="the same settings as flags")
+    plan.add_argument("--json", help="write the plan here")
+    plan.add_argument("--figure", help="draw the memory of a device here (.png, .svg)")
+    plan.set_defaults(run=_plan)
 
 
 def _add_model(commands: Any) -> None:
@@ -180,6 +203,24 @@ def _calibrate(arguments: argparse.Namespace) -> None:
         check=arguments.check,
         json_path=arguments.json,
         **_engine_fields(arguments),
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from minserve import plan
+
+    scaled = {"slo_ttft": ("slo_ttft_s", 1e-3), "slo_tpot": ("slo_tpot_s", 1e-3), "reserve_gb": ("reserve_bytes", 1e9)}
+    settings = _given(arguments, ("output_tokens", "weights", "kv", "num_devices", "memory_fraction", "block_size", "token_budget"))
+    settings |= {name: factor * getattr(arguments, flag) for flag, (name, factor) in scaled.items() if getattr(arguments, flag) is not None}
+    plan.main(
+        arguments.model,
+        arguments.device,
+        price_per_hour=arguments.price_per_hour,
+        json_path=arguments.json,
+        figure=arguments.figure,
+        explain=arguments.explain,
+        context_tokens=arguments.context,
+        **settings,
     )
 
 

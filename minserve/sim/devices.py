@@ -46,6 +46,7 @@ class DeviceSpec:
     link_bytes_per_s: float = 25 * GB  # to a neighbour, one way
     link_latency_s: float = 10e-6
     gathers_kv: bool = False  # attention first fetches keys and values, then multiplies: their times add up
+    packs_weights: bool = False  # weights are laid out anew for their product, so an output layer tied to the embedding is a copy
     shares_prefix_reads: bool = False  # requests that begin with the same blocks have these read once
     source: str = ""
 

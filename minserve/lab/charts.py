@@ -237,21 +237,18 @@ def _draw_roofs(ax: Axes, device: DeviceSpec, dots: Points, unit: float) -> None
 
 
 def _name_points(ax: Axes, places: Sequence[tuple[float, float]], words: Sequence[str]) -> None:
-    """A label beside each point, at the first of a few places where it covers no other label or point."""
-    taken = [(x - 0.005, y - 0.012, x + 0.005, y + 0.012) for x, y in places]  # left, bottom, right, top; shares of the axes
+    """A label below and to the right of each point, as far down as it takes to cover no other; a far one gets a thread."""
+    taken = [(x - 0.006, y - 0.012, x + 0.006, y + 0.012) for x, y in places]  # left, bottom, right, top; shares of the axes
     for (x, y), text in zip(places, words, strict=True):
-        wide, tall = 0.009 * len(text), 0.05
-        tries = [(x + 0.012, y - drop * tall) for drop in (0.9, 1.9, 2.9, 0.0)] + [
-            (x - 0.012 - wide, y - drop * tall) for drop in (-0.3, -1.3)
-        ]
-        free = [
-            place
-            for place in tries
-            if place[0] + wide < 1 and not any(_overlap((*place, place[0] + wide, place[1] + tall), box) for box in taken)
-        ]
-        left, bottom = (free or tries)[0]
-        taken.append((left, bottom, left + wide, bottom + tall))
-        ax.text(left, bottom, text, transform=ax.transAxes, fontsize=SMALL_PT, color=INK, path_effects=HALO)
+        wide, tall = 0.0092 * len(text), 0.052
+        left = x + 0.012 if x + 0.012 + wide < 1 else x - 0.012 - wide
+        tries = [y - tall * drop for drop in (0.9, 1.5, 2.1, 2.7, 3.3, 3.9, 4.5)]
+        free = [low for low in tries if not any(_overlap((left, low, left + wide, low + tall), box) for box in taken)]
+        low = free[0] if free else tries[0]
+        taken.append((left, low, left + wide, low + tall))
+        ax.text(left, low, text, transform=ax.transAxes, fontsize=SMALL_PT, color=INK, path_effects=HALO)
+        if y - low > 2 * tall:
+            ax.plot([x, left], [y, low + tall], transform=ax.transAxes, color=GREY, linewidth=0.7, zorder=1)
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:

@@ -44,7 +44,9 @@ WAIT = pale(GREY, 0.8)  # thin bars of it: in grey print, thickness still tells 
 # --- the step timeline ----------------------------------------------------------------------------
 
 
-def timeline(trace: Trace, title: str | None = None, max_requests: int = 40, step: int | None = None) -> Figure:
+def timeline(
+    trace: Trace, title: str | None = None, max_requests: int = 40, step: int | None = None, height_in: float | None = None
+) -> Figure:
     """Who waited, who computed prompt tokens and who decoded, over time; below, the blocks in use.
 
     Works for any trace, of the real engine or of a simulation. Of more than `max_requests`, the first to arrive are shown until they are
@@ -53,7 +55,7 @@ def timeline(trace: Trace, title: str | None = None, max_requests: int = 40, ste
     records = sorted(trace.requests.values(), key=lambda r: r.arrival_s)[:max_requests]
     steps = _steps_of_records(_steps_of(trace), records)
     drawn, origin_s = _until(steps, step), min(record.arrival_s for record in records)
-    figure = new_figure(height_in=2.6 + 0.12 * len(records))
+    figure = new_figure(height_in or 2.6 + 0.12 * len(records))
     rows, pool = figure.subplots(2, 1, sharex=True, height_ratios=[max(2.0, 0.12 * len(records)), 1.0])
     first = f" (first {len(records)} of {len(trace.requests):,})" if len(records) < len(trace.requests) else ""
     dress(rows, title or _finding(trace), y_label=f"request{first}")

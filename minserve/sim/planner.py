@@ -200,7 +200,7 @@ def plan(
     output_tokens = output_tokens if output_tokens is not None else min(256, context_tokens // 2)
     _check(context_tokens, output_tokens, memory_fraction, block_size, token_budget)
     cost = CostModel(shape, device, weights=weights, kv=kv, num_devices=num_devices)
-    budget = _budget(cost, context_tokens, memory_fraction, reserve_bytes, block_size, token_budget)
+    budget = share_out(cost, context_tokens, memory_fraction, reserve_bytes, block_size, token_budget)
     num_requests = budget.num_blocks // -(-context_tokens // block_size)
     if num_requests < 1:
         raise DoesNotFit(_describe_misfit(cost, context_tokens, memory_fraction, budget, block_size))
@@ -239,10 +239,18 @@ def _check(context_tokens: int, output_tokens: int, memory_fraction: float, bloc
         raise ValueError(f"a block and a step hold at least 1 token, got block_size {block_size}, token_budget {token_budget}")
 
 
-def _budget(
-    cost: CostModel, context_tokens: int, memory_fraction: float, reserve_bytes: float | None, block_size: int, token_budget: int
+def share_out(
+    cost: CostModel,
+    context_tokens: int,
+    memory_fraction: float = 0.9,
+    reserve_bytes: float | None = None,
+    block_size: int = 16,
+    token_budget: int = 2048,
 ) -> Budget:
-    """Share out the memory of a device; more rows are sampled at once where more requests fit, up to one for each token of a step."""
+    """Share out the memory of a device, whether or not a request of so many tokens fits: it may be left with no block.
+
+    More rows are sampled at once where more requests fit, up to one for each token of a step.
+    """
     num_rows = min(token_budget, requests_that_fit(cost, context_tokens, memory_fraction=memory_fraction, block_size=block_size))
     activations = activation_bytes(cost, token_budget, num_rows)
     reserve = max(RESERVE_BYTES, activations + RUNTIME_BYTES) if reserve_bytes is None else reserve_bytes

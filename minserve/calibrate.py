@@ -102,6 +102,7 @@ def measure_peaks(llm: LLM, name: str) -> DeviceSpec:
         flops_per_s=flops_per_s,
         weight_read_share=min(1.0, read_share),
         matmul_shares=tuple((rows, rates[rows] / flops_per_s) for rows in ROWS if rows >= FEW_ROWS),
+        packs_weights=decoder.head.is_packed,
         shares_prefix_reads=True,
         source=f"minserve calibrate, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {torch.get_num_threads()} threads",
     )
@@ -260,7 +261,7 @@ def describe(fit: Fit) -> str:
     d = fit.device
     small = f"{d.activation_share:.0%}" if d.activation_share else "too little to see"
     return (
-        f"a step costs {1e3 * d.step_overhead_s:.1f} ms and {1e6 * d.request_overhead_s:.0f} us a request; of the bandwidth, weights reach "
+        f"a step costs {1e3 * d.step_overhead_s:.1f} ms and {1e6 * d.request_overhead_s:.0f} us a request, {1e3 * d.prompt_overhead_s:.1f} ms more with prompts; of the bandwidth, weights reach "
         f"{d.weight_read_share:.0%}, keys and values {d.kv_read_share:.0%}, small operations {small}; of the matmul rate, "
         f"{', '.join(f'{share:.0%} at {rows:.0f} rows' for rows, share in d.matmul_shares)}, attention {d.attention_share:.0%}\n"
         f"over {fit.num_steps} steps: median error {fit.median_error:.1%}, sum {fit.total_ratio - 1:+.1%}"

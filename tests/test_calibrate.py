@@ -141,6 +141,14 @@ def test_devices_differ_only_in_what_was_fitted(llm: LLM, peaks: DeviceSpec):
     device = calibrate.fit_device(calibrate.cost_model(llm, peaks), steps).device
     fitted = {
         name: getattr(peaks, name)
-        for name in ("step_overhead_s", "request_overhead_s", "activation_share", "kv_read_share", "attention_share", "gathers_kv")
+        for name in (
+            "step_overhead_s",
+            "request_overhead_s",
+            "prompt_overhead_s",
+            "activation_share",
+            "kv_read_share",
+            "attention_share",
+            "gathers_kv",
+        )
     }
     assert replace(device, **fitted) == peaks

@@ -45,6 +45,7 @@ class Work:
     num_pairs: int = 0  # query and key, over all rows
     num_window_tokens: int = 0  # the same two in layers that see a window only
     num_window_pairs: int = 0
+    num_chunks: int = 0  # rows of more than one token: prompts, or parts of them
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -60,11 +61,12 @@ def row_work(start: int, num_tokens: int, samples: bool = True, window: int | No
     """
     end = start + num_tokens
     pairs = num_tokens * (start + end + 1) // 2
+    is_chunk = int(num_tokens > 1)
     if window is None or end <= window:
-        return Work(num_tokens, 1, int(samples), end, pairs, end, pairs)
+        return Work(num_tokens, 1, int(samples), end, pairs, end, pairs, is_chunk)
     num_before = max(0, window - start)  # tokens that do not see a full window yet
     seen = num_before * (start + 1 + start + num_before) // 2 + (num_tokens - num_before) * window
-    return Work(num_tokens, 1, int(samples), end, pairs, min(end, window + num_tokens - 1), seen)
+    return Work(num_tokens, 1, int(samples), end, pairs, min(end, window + num_tokens - 1), seen, is_chunk)
 
 
 def decode_work(num_requests: int, context_tokens: int, window: int | None = None) -> Work:
@@ -106,16 +108,21 @@ class Cost:
         return self.linear_s + self.attention_s + self.activation_s + self.link_s + self.overhead_s
 
     @property
-    def limit(self) -> str:
-        """What most of the time goes to: weights, KV, FLOPs, activations, link or host."""
-        spent = {
+    def spent_s(self) -> dict[str, float]:
+        """The seconds by what they go to. Products by weights are counted as weights or as FLOPs, whichever takes longer."""
+        return {
             "weights" if self.weights_are_slower else "FLOPs": self.linear_s,
             "KV": self.attention_s,
             "activations": self.activation_s,
             "link": self.link_s,
             "host": self.overhead_s,
         }
-        return max(spent, key=lambda name: spent[name])
+
+    @property
+    def limit(self) -> str:
+        """What most of the time goes to: weights, KV, FLOPs, activations, link or host."""
+        spent_s = self.spent_s
+        return max(spent_s, key=lambda name: spent_s[name])
 
 
 class CostModel:
@@ -147,11 +154,12 @@ class CostModel:
         """Sum up the rows of a step."""
         rows = tuple(rows)
         window = self.shape.window
-        num_tokens = num_samples = context = pairs = window_context = window_pairs = 0
+        num_tokens = num_samples = num_chunks = context = pairs = window_context = window_pairs = 0
         for row in rows:
             start, count = row.start, row.num_tokens
             num_tokens += count
             num_samples += row.samples
+            num_chunks += count > 1
             context += start + count
             pairs += count * (2 * start + count + 1) // 2
             if window is not None:
@@ -162,7 +170,7 @@ class CostModel:
             context -= _num_shared_reads(rows)
         if window is None:
             window_context, window_pairs = context, pairs
-        return Work(num_tokens, len(rows), num_samples, context, pairs, window_context, window_pairs)
+        return Work(num_tokens, len(rows), num_samples, context, pairs, window_context, window_pairs, num_chunks)
 
     def batch_cost(self, batch: ScheduledBatch) -> Cost:
         return self.of(self.work(batch.rows))
@@ -192,9 +200,14 @@ class CostModel:
             attention_s=self._attention_s(kv_read_bytes, attention_flops),
             activation_s=activation_bytes / (device.bytes_per_s * device.activation_share) if device.activation_share else 0.0,
             link_s=link_s,
-            overhead_s=device.step_overhead_s + work.num_requests * device.request_overhead_s,
+            overhead_s=self._overhead_s(work),
             weights_are_slower=by_bytes_s >= by_flops_s,
         )
+
+    def _overhead_s(self, work: Work) -> float:
+        device = self.device
+        prompts_s = device.prompt_overhead_s if work.num_chunks else 0.0
+        return device.step_overhead_s + prompts_s + work.num_requests * device.request_overhead_s
 
     def weight_bytes_read(self, num_tokens: int) -> float:
         """Bytes of weights that a step of so many tokens reads on one device: all, but of experts only those that some token visits.

@@ -43,6 +43,7 @@ class DeviceSpec:
     activation_share: float | None = None  # of bytes_per_s, for what passes between products; None: hidden behind them
     step_overhead_s: float = 0.0005  # of the host, a step
     request_overhead_s: float = 0.0  # of the host, a request in a step
+    prompt_overhead_s: float = 0.0  # on top, a step that computes prompts: where kernels are made for each new shape
     link_bytes_per_s: float = 25 * GB  # to a neighbour, one way
     link_latency_s: float = 10e-6
     gathers_kv: bool = False  # attention first fetches keys and values, then multiplies: their times add up

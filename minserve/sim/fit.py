@@ -2,7 +2,7 @@
 
 Why: bandwidth and matmul rates can be measured alone. What the host, the gather of keys and values, the attention products and
 the small operations between the products cost can only be seen in whole steps. Their sum is linear in what the cost model counts, so
-five coefficients are found by least squares, none below what the hardware allows.
+six coefficients are found by least squares, none below what the hardware allows.
 
 Steps are weighted by 1 / seconds, as if their error grew with the square root of their length: then neither the many short decodes nor
 the few long chunks decide alone.
@@ -22,7 +22,7 @@ from minserve.sim.devices import DeviceSpec
 
 Array = NDArray[np.float64]
 NUM_VOTES = 4
-NUM_COEFFICIENTS = 5  # step, request, activation bytes, KV bytes, attention FLOPs
+NUM_COEFFICIENTS = 6  # step, request, step with prompts, activation bytes, KV bytes, attention FLOPs
 MAX_LOG_ERROR = 0.5  # a step that takes e^0.5 = 1.65 times what the others say, or less than its inverse, is a disturbance
 
 
@@ -46,11 +46,14 @@ def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
     bare = cost.device
     costs = [cost.of(work) for work, _ in steps]
     counts = np.array(
-        [[1, w.num_requests, c.activation_bytes, c.kv_read_bytes, c.attention_flops] for (w, _), c in zip(steps, costs, strict=True)]
+        [
+            [1, w.num_requests, w.num_chunks > 0, c.activation_bytes, c.kv_read_bytes, c.attention_flops]
+            for (w, _), c in zip(steps, costs, strict=True)
+        ]
     )
     seconds = np.array([s for _, s in steps])
     linear = np.array([c.linear_s for c in costs])
-    least = np.array([0, 0, 0, 1 / bare.bytes_per_s, 1 / bare.flops_per_s])  # nothing is faster than the peaks
+    least = np.array([0, 0, 0, 0, 1 / bare.bytes_per_s, 1 / bare.flops_per_s])  # nothing is faster than the peaks
     fixed = linear + counts @ least
     believed, extra = np.ones(len(steps), dtype=bool), np.zeros(NUM_COEFFICIENTS)
     for _ in range(NUM_VOTES):
@@ -59,11 +62,12 @@ def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
         near = np.abs(np.log(seconds / (fixed + counts @ extra))) < MAX_LOG_ERROR
         believed = near if near.sum() >= NUM_COEFFICIENTS else believed
     per_unit = least + extra
-    step_s, request_s, activation_s, kv_s, attention_s = per_unit.tolist()
+    step_s, request_s, prompt_s, activation_s, kv_s, attention_s = per_unit.tolist()
     device = replace(
         bare,
         step_overhead_s=step_s,
         request_overhead_s=request_s,
+        prompt_overhead_s=prompt_s,
         activation_share=1 / (activation_s * bare.bytes_per_s) if activation_s else None,
         kv_read_share=1 / (kv_s * bare.bytes_per_s),
         attention_share=1 / (attention_s * bare.flops_per_s),

@@ -17,6 +17,7 @@ TRUE = replace(
     BARE,
     step_overhead_s=0.012,
     request_overhead_s=2e-4,
+    prompt_overhead_s=0.01,
     activation_share=0.4,
     kv_read_share=0.3,
     attention_share=0.5,
@@ -33,7 +34,7 @@ def some_steps(seed: int = 0) -> list[Work]:
 def test_a_device_is_found_again_from_its_steps():
     cost = CostModel(SMOLLM2, TRUE)
     fit = fit_device(CostModel(SMOLLM2, BARE), [(work, cost.of(work).seconds) for work in some_steps()])
-    for name in ("step_overhead_s", "request_overhead_s", "activation_share", "kv_read_share", "attention_share"):
+    for name in ("step_overhead_s", "request_overhead_s", "prompt_overhead_s", "activation_share", "kv_read_share", "attention_share"):
         assert getattr(fit.device, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
     assert fit.median_error < 1e-9 and fit.total_ratio == pytest.approx(1.0) and fit.num_steps == 90
 
@@ -63,7 +64,7 @@ def test_no_part_is_faster_than_the_hardware():
 
 
 def test_too_few_steps_are_refused():
-    with pytest.raises(ValueError, match="4 steps cannot determine 5 coefficients"):
+    with pytest.raises(ValueError, match="4 steps cannot determine 6 coefficients"):
         fit_device(CostModel(SMOLLM2, BARE), [(decode_work(1, 1), 0.01)] * 4)
 
 

@@ -30,6 +30,7 @@ from minserve.lab.style import (
     fix_margins,
     new_panel,
     number_text,
+    pale,
     spread,
     tick_text,
 )
@@ -186,22 +187,29 @@ def vram_waterfall(parts: Mapping[str, float], total_bytes: float, title: str) -
             _note(ax, words, (left / 1e9, row), (4, 0) if inside else (-4, 0), va="center", ha="left" if inside else "right")
     _name_rows(ax, rows)
     ax.set_xlim(0, 1.02 * widest / 1e9)
+    ax.set_ylim(top=-1.1)  # room for the name of the line
     ax.axvline(total_bytes / 1e9, color=INK, linewidth=1)
-    _note(ax, f"{total_bytes / 1e9:,.0f} GB", (total_bytes / 1e9, -0.5), (-4, 2), ha="right")
+    _note(ax, f"{total_bytes / 1e9:,.0f} GB", (total_bytes / 1e9, -1.1), (-4, -2), ha="right", va="top")
     return figure
 
 
 # --- the roofline ---------------------------------------------------------------------------------
 
 
-def roofline(device: DeviceSpec, points: Sequence[RooflinePoint], title: str) -> Figure:
+def roofline(
+    device: DeviceSpec, points: Sequence[RooflinePoint], title: str, spent_s: Mapping[str, Mapping[str, float]] | None = None
+) -> Figure:
     """FLOPs a byte against FLOPs a second, under the two roofs of a device.
 
     A measured point is filled and says which share of its limit it reaches; one without seconds is hollow and lies on the roof.
+    `spent_s` (name -> what its time goes to) is drawn as bars below.
     """
     unit, unit_name = (1e12, "TFLOP/s") if device.flops_per_s >= 1e13 else (1e9, "GFLOP/s")
-    figure, ax = new_panel(title, "FLOP per byte", unit_name, height_in=3.4)
-    fix_margins(figure, left_in=0.7, right_in=0.15, top_in=0.3, bottom_in=0.5)
+    below_in = 0.25 * len(spent_s) + 0.1 if spent_s else 0.0
+    figure, ax = new_panel(title, "FLOP per byte", unit_name, height_in=3.4 + below_in)
+    fix_margins(figure, left_in=0.7, right_in=0.15, top_in=0.3, bottom_in=0.5 + below_in)
+    if spent_s:
+        _draw_shares(figure, spent_s)
     dots, words = [], []
     for label, flops, num_bytes, seconds in points:
         intensity = flops / num_bytes
@@ -214,6 +222,27 @@ def roofline(device: DeviceSpec, points: Sequence[RooflinePoint], title: str) ->
         ax.plot([x], [y], "o", color=PALETTE[0], markersize=5, markerfacecolor="white" if seconds is None else PALETTE[0])
     _name_points(ax, [_on_axes(ax, x, y) for x, y in dots], words)
     return figure
+
+
+def _draw_shares(figure: Figure, rows: Mapping[str, Mapping[str, float]]) -> None:
+    """At the foot of the figure a bar a row, all of one length, cut by what the row is made of."""
+    width_in, height_in = figure.get_size_inches()
+    ax = figure.add_axes((0.7 / width_in, 0.05 / height_in, 1 - 0.85 / width_in, 0.25 * len(rows) / height_in))
+    colour_of = dict(zip(dict.fromkeys(name for parts in rows.values() for name in parts), PALETTE, strict=False))
+    for row, parts in enumerate(rows.values()):
+        start, total = 0.0, sum(parts.values())
+        for name, value in parts.items():
+            share, words = value / total, f"{name} {value / total:.0%}"
+            if share > 0:
+                add_boxes(ax, [(start, row - 0.36, share, 0.72)], pale(colour_of[name], 0.6), edge="white")
+            if share > 0.011 * len(words):  # it has room for its name
+                ax.text(start + share / 2, row, words, fontsize=SMALL_PT, color=INK, ha="center", va="center")
+            start += share
+    _name_rows(ax, rows)
+    ax.tick_params(labelsize=SMALL_PT, colors=INK)
+    ax.set_xlim(0, 1)
+    ax.xaxis.set_visible(False)
+    ax.spines[:].set_visible(False)
 
 
 def _draw_roofs(ax: Axes, device: DeviceSpec, dots: Points, unit: float) -> None:

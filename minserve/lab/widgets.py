@@ -65,7 +65,7 @@ class VramCalculator(Explorer):
     def words(self) -> tuple[str, str]:
         shape, device, count = self.cost.shape, self.cost.device, self.num_requests
         place = f"on {self.cost.num_devices} x {device.name}"
-        requests = f"{count or 'no':,} request{'s'[: count != 1]} of {self.context.value:,} tokens"
+        requests = f"{f'{count:,}' if count else 'no'} request{'s'[: count != 1]} of {self.context.value:,} tokens"
         finding = f"{requests[0].upper()}{requests[1:]} fit{'s'[: count == 1]} {place}."
         each = f"On each of {self.cost.num_devices} devices" if self.cost.num_devices > 1 else "Of the device's memory"
         return finding, (
@@ -169,6 +169,11 @@ class BatchingExplorer(Explorer):
         """The step after which the picture stops."""
         return self.trace.steps[self.step.value]
 
+    @property
+    def now_s(self) -> float:
+        """When that step ends, from the first arrival on."""
+        return self.now.end_s - min(record.arrival_s for record in self.trace.requests.values())
+
     # --- words and picture ------------------------------------------------------------------------
 
     def words(self) -> tuple[str, str]:
@@ -180,7 +185,7 @@ class BatchingExplorer(Explorer):
             f"{s.output_tokens_per_s:,.0f} output tokens/s, first token after {duration(s.ttft_p50_s)} (median) or "
             f"{duration(s.ttft_p99_s)} (99th percentile). "
             f"{s.num_requests} answers of {min(lengths)} to {max(lengths)} tokens, {sum(lengths) / len(lengths):.0f} on average. "
-            f"After step {now.step} of {self.step.max}, at {duration(now.end_s)}, {now.num_running} run and {now.num_waiting} wait."
+            f"After step {now.step} of {self.step.max}, at {duration(self.now_s)}, {now.num_running} run and {now.num_waiting} wait."
         )
 
     def draw(self) -> Figure:
@@ -233,17 +238,11 @@ class RooflineExplorer(Explorer):
             (f"decode, {self.batch.value:,} requests", self.decode.flops, self.decode.num_bytes, self.decode.seconds),
             (f"prompt chunk, {self.chunk.value:,} tokens", self.prefill.flops, self.prefill.num_bytes, self.prefill.seconds),
         ]
-        return charts.roofline(self.cost.device, points, self.words()[0])
+        spent_s = {"decode": self.decode.spent_s, "chunk": self.prefill.spent_s}
+        return charts.roofline(self.cost.device, points, self.words()[0], spent_s)
 
 
 def _split(cost: Cost) -> str:
-    """A step's seconds by what they are spent on."""
-    parts = {
-        "weights" if cost.weights_are_slower else "FLOPs": cost.linear_s,
-        "KV": cost.attention_s,
-        "activations": cost.activation_s,
-        "link": cost.link_s,
-        "host": cost.overhead_s,
-    }
-    shown = " + ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds > 0)
-    return f"{duration(cost.seconds)} = {shown}"
+    """A step's seconds by what they go to."""
+    parts = " + ".join(f"{name} {duration(seconds)}" for name, seconds in cost.spent_s.items() if seconds >= 5e-5)
+    return f"{duration(cost.seconds)} = {parts}"

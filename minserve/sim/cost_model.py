@@ -50,6 +50,9 @@ class Work:
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
+    def __rmul__(self, count: int) -> "Work":
+        return Work(*(count * getattr(self, name) for name in self.__slots__))
+
 
 def row_work(start: int, num_tokens: int, samples: bool = True, window: int | None = None) -> Work:
     """The work of one request's tokens [start, start + num_tokens).
@@ -111,7 +114,8 @@ class Cost:
     def spent_s(self) -> dict[str, float]:
         """The seconds by what they go to. Products by weights are counted as weights or as FLOPs, whichever takes longer."""
         return {
-            "weights" if self.weights_are_slower else "FLOPs": self.linear_s,
+            "weights": self.linear_s if self.weights_are_slower else 0.0,
+            "FLOPs": 0.0 if self.weights_are_slower else self.linear_s,
             "KV": self.attention_s,
             "activations": self.activation_s,
             "link": self.link_s,

@@ -127,6 +127,33 @@ class Budget:
         }
 
 
+def share_out(
+    cost: CostModel,
+    context_tokens: int,
+    memory_fraction: float = 0.9,
+    reserve_bytes: float | None = None,
+    block_size: int = 16,
+    token_budget: int = 2048,
+) -> Budget:
+    """Share out the memory of a device, whether or not a request of so many tokens fits: it may be left with no block.
+
+    More rows are sampled at once where more requests fit, up to one for each token of a step.
+    """
+    num_rows = min(token_budget, requests_that_fit(cost, context_tokens, memory_fraction=memory_fraction, block_size=block_size))
+    activations = activation_bytes(cost, token_budget, num_rows)
+    reserve = max(RESERVE_BYTES, activations + RUNTIME_BYTES) if reserve_bytes is None else reserve_bytes
+    if reserve < activations:
+        raise ValueError(f"a reserve of {reserve / 1e9:.2f} GB is too small: the activations alone take {activations / 1e9:.2f} GB")
+    return Budget(
+        total_bytes=cost.device.memory_bytes,
+        weight_bytes=stored_weight_bytes(cost),
+        activation_bytes=activations,
+        runtime_bytes=reserve - activations,
+        block_bytes=cost.kv_bytes_per_token * block_size,
+        num_blocks=blocks_that_fit(cost, block_size, memory_fraction, reserve),
+    )
+
+
 # --- the plan -------------------------------------------------------------------------------------
 
 
@@ -237,33 +264,6 @@ def _check(context_tokens: int, output_tokens: int, memory_fraction: float, bloc
         raise ValueError(f"the memory fraction must be above 0 and at most 1, got {memory_fraction}")
     if block_size < 1 or token_budget < 1:
         raise ValueError(f"a block and a step hold at least 1 token, got block_size {block_size}, token_budget {token_budget}")
-
-
-def share_out(
-    cost: CostModel,
-    context_tokens: int,
-    memory_fraction: float = 0.9,
-    reserve_bytes: float | None = None,
-    block_size: int = 16,
-    token_budget: int = 2048,
-) -> Budget:
-    """Share out the memory of a device, whether or not a request of so many tokens fits: it may be left with no block.
-
-    More rows are sampled at once where more requests fit, up to one for each token of a step.
-    """
-    num_rows = min(token_budget, requests_that_fit(cost, context_tokens, memory_fraction=memory_fraction, block_size=block_size))
-    activations = activation_bytes(cost, token_budget, num_rows)
-    reserve = max(RESERVE_BYTES, activations + RUNTIME_BYTES) if reserve_bytes is None else reserve_bytes
-    if reserve < activations:
-        raise ValueError(f"a reserve of {reserve / 1e9:.2f} GB is too small: the activations alone take {activations / 1e9:.2f} GB")
-    return Budget(
-        total_bytes=cost.device.memory_bytes,
-        weight_bytes=stored_weight_bytes(cost),
-        activation_bytes=activations,
-        runtime_bytes=reserve - activations,
-        block_bytes=cost.kv_bytes_per_token * block_size,
-        num_blocks=blocks_that_fit(cost, block_size, memory_fraction, reserve),
-    )
 
 
 def _describe_misfit(cost: CostModel, context_tokens: int, memory_fraction: float, budget: Budget, block_size: int) -> str:

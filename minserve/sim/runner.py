@@ -10,7 +10,7 @@ Taught in notebook 03.
 """
 
 from minserve.core.batch import ScheduledBatch, ScheduledRequest, StepResult
-from minserve.sim.cost_model import CostModel
+from minserve.sim.cost_model import CostModel, Work, row_work
 
 VOCAB_SIZE = 32_000  # of the made-up tokens; nothing else depends on it
 
@@ -23,7 +23,27 @@ class SimulatedRunner:
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         tokens = {row.request.request_id: next_token(row) for row in batch.rows if row.samples}
-        return StepResult(tokens, elapsed_s=self.cost.batch_cost(batch).seconds if batch.rows else 0.0)
+        return StepResult(tokens, elapsed_s=self.cost.of(self.work(batch)).seconds if batch.rows else 0.0)
+
+    def work(self, batch: ScheduledBatch) -> Work:
+        """What the device computes for this batch."""
+        return self.cost.work(batch.rows)
+
+
+class PaddedRunner(SimulatedRunner):
+    """A device that computes rectangles, as engines did at first: so many rows in every step, each as long as the longest.
+
+    Short prompts are filled up, and who is done is computed on until the last of the batch is. It wants a token budget that lets
+    all prompts of a batch into one step.
+    """
+
+    def __init__(self, cost: CostModel, num_rows: int):
+        super().__init__(cost)
+        self.num_rows = num_rows
+
+    def work(self, batch: ScheduledBatch) -> Work:
+        num_tokens, end = max(row.num_tokens for row in batch.rows), max(row.end for row in batch.rows)
+        return max(self.num_rows, len(batch.rows)) * row_work(end - num_tokens, num_tokens, window=self.cost.shape.window)
 
 
 def next_token(row: ScheduledRequest) -> int:

@@ -15,7 +15,7 @@ from minserve.core.policies import Policy
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from minserve.core.trace import Trace
 from minserve.sim.cost_model import CostModel
-from minserve.sim.runner import VOCAB_SIZE, SimulatedRunner
+from minserve.sim.runner import VOCAB_SIZE, PaddedRunner, SimulatedRunner
 from minserve.sim.workload import Workload
 
 
@@ -33,20 +33,29 @@ def make_engine(
     max_chunk_tokens: int | None = None,
     watermark_blocks: int = 0,
     max_model_len: int | None = None,
+    padded_rows: int | None = None,
 ) -> Engine:
     """An engine whose steps take what `cost` says. Without `num_blocks`, the pool is what the device has left beside the weights.
 
+    With `padded_rows`, every step takes as long as a rectangle of so many rows, each as long as the longest (see PaddedRunner).
     Raises ValueError if the model does not fit.
     """
     num_blocks = num_blocks or cost.pool_blocks(block_size, memory_fraction, reserve_bytes)
     blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     config = SchedulerConfig(token_budget, max_running, watermark_blocks, max_chunk_tokens)
     limits = ModelLimits(max_model_len or cost.shape.max_positions, VOCAB_SIZE)
-    return Engine(Scheduler(config, blocks, policy), SimulatedRunner(cost), VirtualClock(), limits)
+    runner = SimulatedRunner(cost) if padded_rows is None else PaddedRunner(cost, padded_rows)
+    return Engine(Scheduler(config, blocks, policy), runner, VirtualClock(), limits)
 
 
 def make_slot_engine(
-    cost: CostModel, *, num_slots: int, slot_tokens: int, policy: Policy | None = None, token_budget: int = 2048
+    cost: CostModel,
+    *,
+    num_slots: int,
+    slot_tokens: int,
+    policy: Policy | None = None,
+    token_budget: int = 2048,
+    padded_rows: int | None = None,
 ) -> Engine:
     """An engine whose requests each reserve room for `slot_tokens` tokens, as engines did before paging.
 
@@ -61,6 +70,7 @@ def make_slot_engine(
         token_budget=token_budget,
         max_running=num_slots,
         max_model_len=slot_tokens,
+        padded_rows=padded_rows,
     )
 
 

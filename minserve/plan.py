@@ -197,4 +197,5 @@ def _draw(made: Plan, path: str) -> None:
         return
     title = f"{made.cost.shape.name} on {made.cost.num_devices} x {made.cost.device.name}: {made.num_requests:,} requests of "
     title += f"{made.context_tokens:,} tokens fit"
-    print(f"\npicture: {style.save(charts.vram_waterfall(made.budget.parts(), made.budget.total_bytes, title), Path(path))}")
+    used = {name: num_bytes for name, num_bytes in made.budget.parts().items() if name != "headroom"}  # the picture shows what is left
+    print(f"\npicture: {style.save(charts.vram_waterfall(used, made.budget.total_bytes, title), Path(path))}")

@@ -63,10 +63,11 @@ AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: $(STAMP)
 	$(BIN)/jupyter lab $(AS_ROOT) --notebook-dir=notebooks notebooks/00_start_here.ipynb
 
-# The second line joins the pieces of a streamed answer, each of which GitHub would show on a line of its own.
+# Figures that a notebook exports for the README go to figures/. The second line joins the pieces of a streamed answer, each of which
+# GitHub would show on a line of its own.
 outputs: $(STAMP)
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
-		--ExecutePreprocessor.store_widget_state=False notebooks/*.ipynb
+	MINSERVE_FIGURES="$(CURDIR)/figures" $(BIN)/jupyter nbconvert --to notebook --execute --inplace \
+		--ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False notebooks/*.ipynb
 	$(BIN)/jupyter nbconvert --coalesce-streams notebooks/*.ipynb
 
 fmt: $(STAMP)

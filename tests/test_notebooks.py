@@ -20,10 +20,12 @@ import pytest
 from nbformat import NotebookNode
 
 from minserve.lab import claims
+from minserve.lab.notebook import lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CHECKED = "nbval-check-output"
+TASTES = {"00": ("A05", "A27")}  # claims that a notebook settles beside those of its plan, to show how
 PARTS = (  # what every notebook has, and a mark by which it is known
     ("a title", r"^# \d\d · \S"),
     ("what you need", r"\*\*You need\*\*"),
@@ -281,7 +283,7 @@ def _globals_of(table: symtable.SymbolTable) -> set[str]:
 
 def seeds_its_random_numbers(notebook: NotebookNode) -> list[str]:
     """Numbers come from a generator that is made, with its seed, in the same cell."""
-    unseeded = r"\brandom\.(?!Random\b)[a-z]\w*\(|np\.random\.(?!default_rng)|torch\.manual_seed"
+    unseeded = r"(?<!np\.)\brandom\.(?!Random\b)[a-z]\w*\(|np\.random\.(?!default_rng)|torch\.manual_seed"
     faults = [f"{at(cell)}: a generator without a seed of its own" for cell in code_cells(notebook) if re.search(unseeded, cell.source)]
     made = r"(random\.Random|default_rng|torch\.Generator)\(\)(?!\.manual_seed)"
     return faults + [f"{at(cell)}: a generator without a seed" for cell in code_cells(notebook) if re.search(made, cell.source)]
@@ -409,6 +411,22 @@ def knows_its_claims(notebook: NotebookNode) -> list[str]:
     return faults + [f"claim {claim_id} is unknown" for claim_id in sorted(ids - set(claims.IDS))]
 
 
+def carries_its_claims_to_a_verdict(notebook: NotebookNode) -> list[str]:
+    """Every claim of its plan has one record, with the verdict of the data, and no other claim has any."""
+    [number] = re.findall(r"^# (\d\d) ·", notebook.cells[0].source, re.MULTILINE)[:1] or ["?"]
+    planned = (*claims.claims_of(number), *TASTES.get(number, ()))
+    lines = lines_of(notebook, "claim")
+    recorded = [claim_id for claim_id, *_ in lines]
+    faults = [f"claim {id_}: {recorded.count(id_)} records, one is meant" for id_ in planned if recorded.count(id_) != 1]
+    faults += [f"claim {id_} is not of notebook {number}" for id_ in recorded if id_ not in planned]
+    expected = {id_: claims.desk_verdict(id_) for id_ in planned}
+    return faults + [
+        f"claim {id_}: {verdict} recorded, {expected[id_]} expected"
+        for id_, verdict, *_ in lines
+        if id_ in expected and verdict != expected[id_]
+    ]
+
+
 # --- the tests ------------------------------------------------------------------------------------
 
 Spoil = Callable[[NotebookNode], object]
@@ -431,6 +449,12 @@ def _say(notebook: NotebookNode, words: str) -> None:
 def _replace(notebook: NotebookNode, old: str, new: str) -> None:
     for cell in notebook.cells:
         cell.source = cell.source.replace(old, new)
+
+
+def _replace_outputs(notebook: NotebookNode, old: str, new: str) -> None:
+    for cell in code_cells(notebook):
+        for data in (output.data for output in cell.outputs if "text/plain" in output.get("data", {})):
+            data["text/plain"] = data["text/plain"].replace(old, new)
 
 
 def _stderr(notebook: NotebookNode) -> None:
@@ -485,7 +509,12 @@ RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
         lambda nb: _set_source(nb, "def naive_f():\n    return llm"),
         lambda nb: _set_source(nb, "class NaiveF:\n    def f(self):\n        return [llm for _ in range(2)]"),
     ],
-    seeds_its_random_numbers: [lambda nb: _set_source(nb, "random.random()"), lambda nb: _set_source(nb, "rng = random.Random()")],
+    seeds_its_random_numbers: [
+        lambda nb: _set_source(nb, "random.random()"),
+        lambda nb: _set_source(nb, "rng = random.Random()"),
+        lambda nb: _set_source(nb, "x = np.random.rand(3)"),
+        lambda nb: _set_source(nb, "rng = np.random.default_rng()"),
+    ],
     was_run_from_top_to_bottom: [lambda nb: code_cells(nb)[0].update(execution_count=7), lambda nb: nb.cells.append(code_cells(nb)[0])],
     has_checked_cells: [_checked_without_output, lambda nb: [cell.metadata.update(tags=[]) for cell in code_cells(nb)]],
     checks_no_timing: [lambda nb: (_set_source(nb, "time.perf_counter()"), _set_output(nb, {"text/plain": "1"}, (CHECKED,)))],
@@ -511,6 +540,14 @@ RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
         lambda nb: _set_output(nb, {"text/plain": "claim | A27 | RIGHT | 3 | because"}),
         lambda nb: _set_output(nb, {"text/plain": "claim | A27 | WRONG | 3 | "}),
         lambda nb: _set_output(nb, {"text/plain": "claim | C01 | WRONG | 3 | because"}),
+    ],
+    carries_its_claims_to_a_verdict: [
+        lambda nb: [cell.update(outputs=[]) for cell in code_cells(nb)],
+        lambda nb: _replace(nb, "# 00 ·", "# 06 ·"),
+        lambda nb: nb.cells.pop(0),
+        lambda nb: _set_output(nb, {"text/plain": "claim | A27 | WRONG | 3.26 | said twice"}),
+        lambda nb: _set_output(nb, {"text/plain": "claim | A06 | WRONG | 839 MB | not of this notebook"}),
+        lambda nb: _replace_outputs(nb, "claim | A27 | WRONG", "claim | A27 | HOLDS"),
     ],
 }
 SPOILT = [pytest.param(rule, spoil, id=f"{rule.__name__}-{index}") for rule, spoils in RULES.items() for index, spoil in enumerate(spoils)]

@@ -9,12 +9,16 @@ Taught in notebook 00.
 """
 
 import base64
+import datetime
 import inspect
+import json
 import math
 import os
 import platform
+import re
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,11 +27,14 @@ from IPython.core.getipython import get_ipython
 from IPython.display import display
 from matplotlib.figure import Figure
 
+from minserve import __version__
 from minserve.core.trace import Summary
-from minserve.lab import figures
+from minserve.lab import style
 from minserve.lab.claims import Verdict, require_known
 
 MIB = 1 << 20
+FIGURES_FOLDER = "MINSERVE_FIGURES"  # the environment variable that `make outputs` sets, and no one who only reads and runs
+NUM_FIELDS = {"claim": 5, "score": 8, "record": 5}  # of the plain lines that notebook 15 and the tests collect
 SCORE_COLUMNS = ("notebook", "memory MiB", "TTFT p50 ms", "TPOT p50 ms", "output tokens/s", "quality", "cost")
 
 
@@ -36,12 +43,18 @@ def setup() -> None:
     shell: Any = get_ipython()
     if shell is not None:
         shell.display_formatter.formatters["image/png"].for_type(Figure, _png_base64)  # IPython's own helper would load pyplot
+    print(f"{machine()}; {', '.join(f'{name} {version}' for name, version in versions().items())}, threads: {torch.get_num_threads()}")
+
+
+def machine() -> str:
+    """What this runs on, without a name or a path of its owner."""
     memory_gib = psutil.virtual_memory().total / 2**30
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
-    print(
-        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB memory, {device}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}, threads: {torch.get_num_threads()}"
-    )
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {memory_gib:.0f} GiB memory, {device}"
+
+
+def versions() -> dict[str, str]:
+    return {"minserve": __version__, "Python": platform.python_version(), "torch": torch.__version__}
 
 
 def show_source(obj: Any, max_lines: int = 40) -> None:
@@ -60,8 +73,22 @@ def show(figure: Figure, caption: str) -> None:
     _show(f"*{caption}*", caption)
 
 
+def export(figure: Figure, name: str, caption: str) -> None:
+    """Show a figure; while `make outputs` runs, also keep it as figures/NAME.png, for the README.
+
+    Whoever runs the notebook otherwise changes nothing in the clone. Raises ValueError for a name that is no file's name.
+    """
+    if not re.fullmatch(r"[a-z0-9_]+", name):
+        raise ValueError(f"{name!r} names a figure in small letters, digits and _, without a folder or an ending")
+    show(figure, caption)
+    folder = os.environ.get(FIGURES_FOLDER)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f"{name}.png").write_bytes(style.png_bytes(figure))
+
+
 def _png_base64(figure: Figure) -> str:
-    return base64.b64encode(figures.png_bytes(figure)).decode()
+    return base64.b64encode(style.png_bytes(figure)).decode()
 
 
 def assert_same(naive: Any, real: Any, tolerance: float = 0.0) -> None:
@@ -91,16 +118,15 @@ def _shortened(value: Any, num_characters: int = 70) -> str:
 
 def reveal(guess: Any, measured: float, unit: str = "") -> None:
     """Put a guess beside what came out. A guess of `...` or None is one not made yet."""
-    value = f"{_number(measured)} {unit}".rstrip()
+    value = f"{style.number_text(measured)} {unit}".rstrip()
     if guess is None or guess is ...:
         _show(f"**{value}**. No guess yet: put a number in place of `...` and run the cell again.", f"no guess yet; it is {value}")
         return
     ratio = f"{measured / guess:.2f} times your guess" if guess else "and the guess was nothing"
-    _show(f"Your guess: {_number(guess)} {unit}. It is **{value}**, {ratio}.", f"guess {_number(guess)}, it is {value}, {ratio}")
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    _show(
+        f"Your guess: {style.number_text(guess)} {unit}. It is **{value}**, {ratio}.",
+        f"guess {style.number_text(guess)}, it is {value}, {ratio}",
+    )
 
 
 def check(answer: Any, is_right: Callable[[Any], bool], hint: str) -> bool:
@@ -114,14 +140,44 @@ def check(answer: Any, is_right: Callable[[Any], bool], hint: str) -> bool:
 
 
 def claim(claim_id: str, *, measured: str, verdict: str, why: str) -> None:
-    """State a verdict on one claim. Raises ValueError for an unknown id or a word that is not one of the four verdicts.
+    """State the verdict that a run came to on one claim. The plain form is one line, `claim | id | verdict | measured | why`.
 
-    The plain form is one line, `claim | id | verdict | measured | why`.
+    Raises ValueError for an unknown id, a word that is not one of the four verdicts, nothing measured or argued, and for a verdict other
+    than the expected one: then either the run or `claims.json` is to be looked at again.
     """
-    require_known(claim_id)
+    known = require_known(claim_id)
     if verdict not in list(Verdict):
         raise ValueError(f"{verdict!r} is not a verdict: choose one of {', '.join(v.value for v in Verdict)}")
-    _show(f"**{claim_id} · {verdict}** · measured: {measured}. {why}", f"claim | {claim_id} | {verdict} | {measured} | {why}")
+    if verdict != known.verdict:
+        raise ValueError(
+            f"{claim_id}: the run says {verdict}, claims.json expects {known.verdict} (decided by: {known.decides}). "
+            "Look at both again; if the run is right, change the data on purpose"
+        )
+    if not measured.strip() or not why.strip() or " | " in measured:
+        raise ValueError(f"{claim_id}: say in words what was measured, and why that decides; got {measured!r} and {why!r}")
+    said = f"**{claim_id} · {verdict}** · said: {known.statement} Measured: **{measured}**. {why}"
+    _show(said, f"claim | {claim_id} | {verdict} | {measured} | {why}")
+
+
+def record(name: str, value: float, unit: str, *, seed: int | None = None) -> None:
+    """Write a measured number down with where it comes from. The plain form is one line, `record | name | value | unit | JSON`.
+
+    The JSON has all of it, the value unrounded, and where it was measured: machine, versions, threads, date, seed.
+    """
+    entry = {"name": name, "value": value, "unit": unit, "seed": seed, "machine": machine(), "versions": versions()}
+    entry |= {"threads": torch.get_num_threads(), "date": datetime.date.today().isoformat()}
+    chance = "nothing random in it" if seed is None else f"seed {seed}"
+    rounded = style.number_text(value)
+    said = f"{name}: **{rounded} {unit}** · {entry['machine']}, {entry['date']}, {chance}"
+    _show(said, f"record | {name} | {rounded} | {unit} | {json.dumps(entry)}")
+
+
+def lines_of(notebook: Mapping[str, Any], kind: str) -> list[tuple[str, ...]]:
+    """The claims, scores or records in the outputs of an executed notebook (the parsed .ipynb), each as the fields after its kind."""
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", ())]
+    texts = [output.get("data", {}).get("text/plain", "") for output in outputs]
+    lines = [line for text in texts for line in (text if isinstance(text, str) else "".join(text)).splitlines()]
+    return [tuple(line.split(" | ", NUM_FIELDS[kind] - 1)[1:]) for line in lines if line.startswith(f"{kind} | ")]
 
 
 def score(notebook: str, summary: Summary, memory_bytes: int, quality: str = "-", cost: str = "-") -> None:

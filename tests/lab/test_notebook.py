@@ -1,7 +1,11 @@
 """The helpers of the notebooks' cells: what they show, in both forms, and what they refuse."""
 
+import base64
+import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,11 @@ import torch
 from minserve.core.engine import Engine
 from minserve.core.scheduler import Scheduler
 from minserve.core.trace import Summary, summarize
-from minserve.lab import figures, notebook
+from minserve.lab import notebook
+from minserve.lab.claims import CLAIMS
+from minserve.lab.style import new_figure
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -60,10 +68,36 @@ def test_show_source_refuses_more_than_it_may_show() -> None:
 
 
 def test_show_gives_the_picture_and_the_sentence(shown: list[dict[str, str]]) -> None:
-    notebook.show(figures.new_figure(), "An empty picture.")
+    notebook.show(new_figure(), "An empty picture.")
     picture, caption = shown
     assert picture["image/png"].startswith("iVBOR") and picture["text/plain"] == "An empty picture."
     assert caption["text/markdown"] == "*An empty picture.*"
+
+
+def test_export_keeps_the_figure_only_where_it_is_asked_to(
+    shown: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(notebook.FIGURES_FOLDER, raising=False)
+    notebook.export(new_figure(), "empty", "An empty picture.")
+    assert not list(tmp_path.rglob("*")) and shown[1]["text/plain"] == "An empty picture."
+    monkeypatch.setenv(notebook.FIGURES_FOLDER, str(tmp_path / "figures"))
+    notebook.export(new_figure(), "empty", "An empty picture.")
+    [written] = (tmp_path / "figures").iterdir()
+    assert written.name == "empty.png" and base64.b64encode(written.read_bytes()).decode() == shown[2]["image/png"]
+
+
+@pytest.mark.parametrize("name", ["../empty", "Empty", "empty.png", ""])
+def test_export_refuses_a_name_that_leaves_its_folder(name: str, shown: list[dict[str, str]]) -> None:
+    with pytest.raises(ValueError, match="names a figure"):
+        notebook.export(new_figure(), name, "")
+    assert not shown
+
+
+def test_make_outputs_exports_into_the_folder_of_figures() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    [recipe] = re.findall(r"^outputs:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert f'{notebook.FIGURES_FOLDER}="$(CURDIR)/figures" $(BIN)/jupyter nbconvert --to notebook --execute' in recipe
 
 
 @pytest.mark.parametrize(
@@ -114,10 +148,49 @@ def test_check_tells_untried_from_wrong_from_right(capsys: pytest.CaptureFixture
 def test_claim_is_one_line_that_a_program_can_read(shown: list[dict[str, str]]) -> None:
     notebook.claim("A27", measured="3.26x", verdict="WRONG", why="1/(1 - 0.7) bounds it.")
     assert shown[0]["text/plain"].split(" | ") == ["claim", "A27", "WRONG", "3.26x", "1/(1 - 0.7) bounds it."]
-    with pytest.raises(ValueError, match="A92"):
-        notebook.claim("A92", measured="", verdict="WRONG", why="")
-    with pytest.raises(ValueError, match="'MAYBE' is not a verdict"):
-        notebook.claim("A27", measured="", verdict="MAYBE", why="")
+    assert CLAIMS["A27"].statement in shown[0]["text/markdown"]  # the reader is told what was said
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (("A92", "WRONG", "3", "so"), "unknown claim 'A92'"),
+        (("A27", "MAYBE", "3", "so"), "'MAYBE' is not a verdict"),
+        (("A27", "HOLDS", "3", "so"), "A27: the run says HOLDS, claims.json expects WRONG .decided by: 3.26 times"),
+        (("A27", "WRONG", " ", "so"), "A27: say in words what was measured"),
+        (("A27", "WRONG", "3", ""), "A27: say in words what was measured"),
+        (("A27", "WRONG", "3 | 4", "so"), "got '3 | 4'"),
+    ],
+)
+def test_claim_refuses_what_it_does_not_know_or_expect(fields: tuple[str, ...], words: str, shown: list[dict[str, str]]) -> None:
+    claim_id, verdict, measured, why = fields
+    with pytest.raises(ValueError, match=words.replace("|", r"\|")):
+        notebook.claim(claim_id, measured=measured, verdict=verdict, why=why)
+    assert not shown
+
+
+def test_record_writes_a_number_down_with_where_it_comes_from(shown: list[dict[str, str]]) -> None:
+    notebook.record("memory bandwidth", 26.71828, "GB/s", seed=3)
+    kind, name, value, unit, rest = shown[0]["text/plain"].split(" | ", 4)
+    assert (kind, name, value, unit) == ("record", "memory bandwidth", "26.7", "GB/s")
+    entry = json.loads(rest)
+    assert entry["value"] == 26.71828 and entry["seed"] == 3 and entry["machine"] == notebook.machine()
+    assert entry["versions"]["torch"] == torch.__version__ and entry["threads"] == torch.get_num_threads()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", entry["date"])
+    assert "seed 3" in shown[0]["text/markdown"] and "\n" not in shown[0]["text/plain"]
+
+
+def test_lines_are_found_again_in_an_executed_notebook(shown: list[dict[str, str]]) -> None:
+    notebook.claim("A27", measured="3.26x", verdict="WRONG", why="1/0.3 | 3.33 bounds it.")
+    notebook.record("bytes", 23_040, "B")
+    score = {"output_type": "display_data", "data": {"text/plain": ["score | 00 | 3 | - | - | 0", " | - | -\n"]}}
+    claim, entry = ({"output_type": "display_data", "data": bundle} for bundle in shown)
+    stream = {"output_type": "stream", "text": "claim | printed, not shown"}
+    executed = {"cells": [{"outputs": [claim, stream, entry]}, {"cell_type": "markdown"}, {"outputs": [score]}]}
+    assert notebook.lines_of(executed, "claim") == [("A27", "WRONG", "3.26x", "1/0.3 | 3.33 bounds it.")]
+    assert notebook.lines_of(executed, "score") == [("00", "3", "-", "-", "0", "-", "-")]
+    [(name, value, unit, rest)] = notebook.lines_of(executed, "record")
+    assert (name, value, unit, json.loads(rest)["value"]) == ("bytes", "23,040", "B", 23_040)
 
 
 def test_score_is_one_row(shown: list[dict[str, str]]) -> None:

@@ -182,9 +182,10 @@ def vram_waterfall(parts: Mapping[str, float], total_bytes: float, title: str) -
         words = f"{abs(num_bytes) / 1e9:,.1f} GB, {abs(num_bytes) / total_bytes:.0%}"
         if right < 0.82 * widest:
             _note(ax, words, (right / 1e9, row), (4, 0), va="center")
-        else:
-            inside = left < 0.18 * widest  # no room on either side
-            _note(ax, words, (left / 1e9, row), (4, 0) if inside else (-4, 0), va="center", ha="left" if inside else "right")
+        elif left > 0.18 * widest:
+            _note(ax, words, (left / 1e9, row), (-4, 0), va="center", ha="right")
+        else:  # no room on either side
+            _note(ax, words, (left / 1e9, row), (4, 0), va="center", color="white", path_effects=())
     _name_rows(ax, rows)
     ax.set_xlim(0, 1.02 * widest / 1e9)
     ax.set_ylim(top=-1.1)  # room for the name of the line
@@ -268,12 +269,12 @@ def _draw_roofs(ax: Axes, device: DeviceSpec, dots: Points, unit: float) -> None
 def _name_points(ax: Axes, places: Sequence[tuple[float, float]], words: Sequence[str]) -> None:
     """A label below and to the right of each point, as far down as it takes to cover no other; a far one gets a thread."""
     taken = [(x - 0.006, y - 0.012, x + 0.006, y + 0.012) for x, y in places]  # left, bottom, right, top; shares of the axes
-    for (x, y), text in zip(places, words, strict=True):
+    for (x, y), text in sorted(zip(places, words, strict=True), key=lambda pair: -pair[0][1]):
         wide, tall = 0.0092 * len(text), 0.052
         left = x + 0.012 if x + 0.012 + wide < 1 else x - 0.012 - wide
-        tries = [y - tall * drop for drop in (0.9, 1.5, 2.1, 2.7, 3.3, 3.9, 4.5)]
+        tries = [y - tall * (0.9 + 0.5 * number) for number in range(16)]
         free = [low for low in tries if not any(_overlap((left, low, left + wide, low + tall), box) for box in taken)]
-        low = free[0] if free else tries[0]
+        low = max(0.01, (free or tries[-1:])[0])
         taken.append((left, low, left + wide, low + tall))
         ax.text(left, low, text, transform=ax.transAxes, fontsize=SMALL_PT, color=INK, path_effects=HALO)
         if y - low > 2 * tall:
@@ -286,4 +287,4 @@ def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float,
 
 def _note(ax: Axes, words: str, point: tuple[float, float], offset: tuple[float, float], **how: Any) -> None:
     """Small words near a point of the data; the offset is in points of print."""
-    ax.annotate(words, point, offset, textcoords="offset points", fontsize=SMALL_PT, color=INK, path_effects=HALO, **how)
+    ax.annotate(words, point, offset, **{"textcoords": "offset points", "fontsize": SMALL_PT, "color": INK, "path_effects": HALO} | how)

@@ -191,6 +191,7 @@ def token_budget(trace: Trace, token_budget: int, title: str | None = None, step
     ax.set_xlim(steps[0].step - 0.6, steps[-1].step + 0.6)
     ax.set_ylim(0, 1.2 * max(token_budget, *(record.num_tokens for record in steps)))
     ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     _mark_step(figure, None if step is None else drawn[-1].step + 0.5)
     handles = [Patch(color=PALETTE[0], label="prompt tokens"), Patch(color=pale(PALETTE[0]), label="decode tokens, one a request")]
     figure.legend(handles=handles, fontsize=SMALL_PT, loc="lower center", ncols=2, frameon=False)

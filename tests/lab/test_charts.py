@@ -49,7 +49,7 @@ def test_roofline_has_two_roofs_and_a_ridge() -> None:
 def test_roofline_says_which_share_of_its_limit_a_measured_point_reaches() -> None:
     points = [("decode", 2e9, 1e9, 0.002), ("prompt", 1e12, 1e9, 0.02), ("on paper", 2e9, 1e9, None)]
     [ax] = charts.roofline(DEVICE, points, "").axes
-    assert words(ax)[3:] == ["decode, 50%", "prompt, 50%", "on paper"]
+    assert words(ax)[3:] == ["prompt, 50%", "on paper", "decode, 50%"]  # from the top down
     measured, prompt, paper = ax.lines[2:]
     assert lines(ax)[2:] == [[(2.0, 1.0)], [(1000.0, 50.0)], [(2.0, 2.0)]]  # the last lies on the roof, and is hollow
     assert paper.get_markerfacecolor() == "white" != measured.get_markerfacecolor() == prompt.get_markerfacecolor()

@@ -26,23 +26,25 @@ from matplotlib.figure import Figure
 from minserve.lab import figures
 from minserve.lab.style import number_text
 
-CONTROL_WIDTH = "350px"
+WIDTH, CONTROL_WIDTH = "770px", "370px"
 
 
 class Explorer(ABC):
     """Base of the explorers. A subclass makes its controls, and says how numbers, words and picture follow from them."""
 
-    def __init__(self, controls: Sequence[widgets.Widget], buttons: Sequence[widgets.Widget] = ()):
+    def __init__(self, controls: Sequence[widgets.Widget], bar: Sequence[widgets.Widget] = ()):
+        """Controls stand in two columns; those of the bar in a line of their own below."""
         self._lock = threading.RLock()
         self._is_adjusting = False
         self.text = ""
         self.error: Exception | None = None
-        self.caption = widgets.HTML(layout=widgets.Layout(width="auto", max_width="770px", min_height="4em"))
-        self.image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", width="770px", height="auto"))
-        for control in controls:
-            control.observe(self._on_change, names="value")
-        wrapped = widgets.Layout(flex_flow="row wrap", max_width="770px")
-        self.view = widgets.VBox([widgets.Box([*controls, *buttons], layout=wrapped), self.caption, self.image])
+        self.caption = widgets.HTML(layout=widgets.Layout(width="auto", max_width=WIDTH, min_height="4em"))
+        self.image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", width=WIDTH, height="auto"))
+        for control in (*controls, *bar):
+            if control.has_trait("value"):
+                control.observe(self._on_change, names="value")
+        columns = widgets.Box(controls, layout=widgets.Layout(flex_flow="row wrap", max_width=WIDTH))
+        self.view = widgets.VBox([columns, *([widgets.HBox(bar)] if bar else []), self.caption, self.image])
         self.update()
 
     @abstractmethod
@@ -137,7 +139,7 @@ def whole(description: str, low: int, high: int, value: int) -> widgets.IntSlide
 
 
 def _looks() -> dict[str, Any]:
-    return {"style": {"description_width": "120px"}, "layout": widgets.Layout(width=CONTROL_WIDTH)}
+    return {"style": {"description_width": "130px"}, "layout": widgets.Layout(width=CONTROL_WIDTH)}
 
 
 # --- words ----------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class BatchingExplorer(Explorer):
         self.wait = amount("wait at most, s", 0.0, 4.0, 0.25, 1.0)
         self.step = whole("up to step", 0, 0, 0)
         self._settings: tuple[object, ...] = ()
-        super().__init__([self.policy, self.slots, self.spread, self.rate, self.wait, self.step], self._make_buttons())
+        super().__init__([self.policy, self.slots, self.spread, self.rate, self.wait], [self.step, *self._make_buttons()])
 
     def _make_buttons(self) -> list[widgets.Button]:
         moves: dict[str, Callable[[], int]] = {

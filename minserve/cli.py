@@ -37,6 +37,41 @@ SAMPLING_OPTIONS: tuple[tuple[str, type], ...] = (
 )
 
 
+SIMULATE_OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("model", str, "a name (llama-2-13b ...), a config.json, or a directory with one (default: llama-2-13b)"),
+    ("device", str, "a name (a100-80gb, h100 ...), or a file that minserve calibrate wrote (default: a100-80gb)"),
+    ("weights", str, "format of the weights: bf16 (default), fp16, fp32, fp8, int8, int4"),
+    ("kv", str, "format of keys and values, by the same names"),
+    ("tensor_parallel", int, "devices that share the model"),
+    ("policy", str, "continuous (default), static, timeout, or padded: static batches that compute rectangles"),
+    ("batch_size", int, "most requests at once; what a static batch holds; with --pool slots, the slots"),
+    ("wait_ms", float, "how long a timeout batch waits for more"),
+    ("pool", str, "paged (default), or slots: each request reserves --slot-tokens"),
+    ("slot_tokens", int, "tokens of a slot (default: the model's longest)"),
+    ("token_budget", int, "most tokens a step computes"),
+    ("block_size", int, "tokens a KV block"),
+    ("memory_fraction", float, "share of the device's memory that may be used (default: 0.9)"),
+    ("disaggregate", str, "devices for prompts : devices for answers, as in 1:1; compared with as many that do both"),
+    ("link_gb_s", float, "bandwidth of the link between them"),
+    ("num_requests", int, "how many (default: 200)"),
+    ("lengths", str, "of prompts and answers: azure-chat (default), azure-code, mooncake"),
+    ("prompt", str, "other prompts: 512, uniform:100:300, exponential:128:1536, lognormal:700:1:8:4000"),
+    ("output", str, "other answers, in the same words"),
+    ("arrivals", str, "all-at-once (default), poisson (default with a rate), gamma, closed"),
+    ("rate", float, "requests per second"),
+    ("cv", float, "unevenness of gamma arrivals: 1 is Poisson, more comes in bursts (default: 3)"),
+    ("clients", int, "of closed arrivals: each sends a request when its last has ended"),
+    ("turns", int, "questions of a chat; each repeats all that was said before"),
+    ("user", str, "tokens that a user adds in a later turn, in the words of --prompt"),
+    ("think_s", float, "mean seconds between an answer and the next question"),
+    ("shared_tokens", int, "tokens with which all prompts begin"),
+    ("trace", str, "a JSONL file of requests in place of all this"),
+    ("seed", int, "another seed, another load of the same kind"),
+    ("slo_ttft_ms", float, "longest time to the first token: how many requests meet it?"),
+    ("slo_tpot_ms", float, "longest time between tokens"),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     arguments = _parser().parse_args(argv)
@@ -64,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_calibrate(commands)
     _add_plan(commands)
+    _add_simulate(commands)
     _add_model(commands)
     return parser
 
@@ -128,6 +164,17 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--json", help="write the plan here")
     plan.add_argument("--figure", help="draw the memory of a device here (.png, .svg)")
     plan.set_defaults(run=_plan)
+
+
+def _add_simulate(commands: Any) -> None:
+    simulate = commands.add_parser("simulate", help="serve a load with the real scheduler on a device that is not here")
+    for name, kind, help_text in SIMULATE_OPTIONS:
+        flags = [f"--{name.replace('_', '-')}", *(["--slots"] if name == "batch_size" else [])]
+        simulate.add_argument(*flags, dest=name, type=kind, help=help_text)
+    simulate.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false", default=None)
+    simulate.add_argument("--json", help="write settings, summary and every request's times here")
+    simulate.add_argument("--figure", help="draw the timeline here (.png, .svg)")
+    simulate.set_defaults(run=_simulate)
 
 
 def _add_model(commands: Any) -> None:
@@ -222,6 +269,13 @@ def _plan(arguments: argparse.Namespace) -> None:
         context_tokens=arguments.context,
         **settings,
     )
+
+
+def _simulate(arguments: argparse.Namespace) -> None:
+    from minserve import simulate
+
+    fields_given = _given(arguments, [name for name, _, _ in SIMULATE_OPTIONS] + ["prefix_caching"])
+    simulate.main(json_path=arguments.json, figure=arguments.figure, **fields_given)
 
 
 def _list_models(arguments: argparse.Namespace) -> None:

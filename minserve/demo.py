@@ -7,8 +7,8 @@ running batch step by step, share the blocks of a common system prompt, and end 
 import time
 from pathlib import Path
 
+from minserve.core.report import table
 from minserve.core.request import SamplingParams
-from minserve.core.trace import Summary
 from minserve.llm import LLM, RequestOutput
 
 SYSTEM = (
@@ -64,7 +64,7 @@ def main(model: str | None = None, figure: str | None = "figures/demo_timeline.p
         print(f"\nserved in {wall_s:.1f} s by {llm.describe().splitlines()[0]}")
         if figure is not None:
             _draw(llm, figure)
-        print(table(llm.trace.summary(), llm.num_blocks))
+        print(f"\n{table(llm.trace.summary(), llm.num_blocks)}")
 
 
 def _requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -80,28 +80,6 @@ def _print_answer(llm: LLM, output: RequestOutput) -> None:
     prompt = llm.tokenizer.decode(list(output.prompt_ids)).strip().replace("\n", " ")
     shown = prompt if len(prompt) <= 90 else "... " + prompt[-86:]
     print(f"\n[{output.request_id}] {shown}\n  -> {output.text.strip()}  ({output.finish_reason})")
-
-
-def table(summary: Summary, num_blocks: int) -> str:
-    """The run in one table: counts, rates, latencies, memory."""
-
-    def ms(seconds: float | None) -> str:
-        return "-" if seconds is None else f"{1e3 * seconds:,.0f} ms"
-
-    rows = (
-        ("requests", f"{summary.num_finished} of {summary.num_requests} finished, in {summary.num_steps} steps"),
-        ("prompt tokens", f"{summary.num_prompt_tokens:,}"),
-        ("output tokens", f"{summary.num_output_tokens:,}"),
-        ("tokens/s", f"{summary.output_tokens_per_s:,.0f} output, {summary.total_tokens_per_s:,.0f} with prompts"),
-        ("TTFT p50 / p99", f"{ms(summary.ttft_p50_s)} / {ms(summary.ttft_p99_s)}"),
-        ("TPOT p50 / p99", f"{ms(summary.tpot_p50_s)} / {ms(summary.tpot_p99_s)}"),
-        ("KV blocks at peak", f"{summary.peak_used_blocks:,} of {num_blocks:,}"),
-        ("prefix hits", f"{summary.num_hit_tokens:,} prompt tokens not computed again"),
-        ("preemptions", f"{summary.num_preemptions}"),
-    )
-    width = max(len(value) for _, value in rows)
-    rule = f"+{'-' * 19}+{'-' * (width + 2)}+"
-    return "\n".join(["", rule, *(f"| {name:<17} | {value:<{width}} |" for name, value in rows), rule])
 
 
 def _draw(llm: LLM, path: str) -> None:

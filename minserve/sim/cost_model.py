@@ -3,7 +3,8 @@
 Why: the simulator, the planner, every roofline and every "% of the limit" divide by the same numbers. A step is summed up as
 `Work` (how many tokens, how much context they read), which any batch of the scheduler, real or simulated, has.
 
-    weights  every step reads all weights once (of experts, those that its tokens visit); 2 FLOPs per weight and token
+    weights  every step reads all weights once (of experts, those that its tokens visit), but looks the embedding up; 2 FLOPs per
+             weight and token
     KV       a row reads the keys and values of its context once, and writes those of its own tokens
     scores   each pair of a query and a key it may see costs 4 x H x D FLOPs in every layer
     link     with tensor parallelism, two sums over all devices in every layer
@@ -11,12 +12,12 @@ Why: the simulator, the planner, every roofline and every "% of the limit" divid
 A product takes the longer of its bytes and its FLOPs; products follow each other. Two shares of an A100's peaks were fitted to two of
 the rates that TensorRT-LLM 0.6.1 published (LLaMA-7B, fp16, one A100-80GB); the other anchors are predictions:
 
-    batch 60, 128 in, 2,048 out         63.7 s     model 65.5 s     fits the 0.78 of the bandwidth
+    batch 60, 128 in, 2,048 out         63.7 s     model 65.2 s     fits the 0.78 of the bandwidth
     first token of 2,048, alone         133 ms     model 133 ms     fits the 0.67 of the FLOPs at many rows
-    batch 384, 128 in, 128 out          8.80 s     model 9.46 s     predicted, +7 %
-    batch 52, 2,048 in, 128 out         11.26 s    model 12.64 s    predicted, +12 %
+    batch 384, 128 in, 128 out          8.80 s     model 9.49 s     predicted, +8 %
+    batch 52, 2,048 in, 128 out         11.26 s    model 12.62 s    predicted, +12 %
     LLaMA-70B on four, first of 2,048   377 ms     model 379 ms     predicted, 0 %
-    Llama-2-7B / 13B, batch 1 (AWQ)     10.8 / 19.1 ms   model 9.0 / 16.9 ms   predicted, -17 and -12 %: another engine's host time
+    Llama-2-7B / 13B, batch 1 (AWQ)     10.8 / 19.1 ms   model 8.9 / 16.8 ms   predicted, -18 and -12 %: another engine's host time
 
 The 0.60 at few rows and half a millisecond of host time a step are assumptions; the anchors hardly depend on them.
 
@@ -31,7 +32,7 @@ from os.path import commonprefix
 
 from minserve.core.batch import ScheduledBatch, ScheduledRequest
 from minserve.sim.devices import DeviceSpec
-from minserve.sim.shapes import ModelShape, bits_of
+from minserve.sim.shapes import BITS, ModelShape, bits_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class CostModel:
     >>> from minserve.sim.shapes import SHAPES
     >>> cost = CostModel(SHAPES["llama-2-13b"], DEVICES["a100-80gb"])
     >>> f"{1e3 * cost.of(decode_work(1, 1)).seconds:.1f} ms"
-    '16.9 ms'
+    '16.7 ms'
     """
 
     def __init__(self, shape: ModelShape, device: DeviceSpec, *, weights: str = "bf16", kv: str = "bf16", num_devices: int = 1):
@@ -186,8 +187,8 @@ class CostModel:
         per_pair = 2 * shape.num_heads * (shape.query_head_dim + shape.head_dim) / split
         attention_flops = per_pair * (self._num_full_layers * work.num_pairs + shape.num_window_layers * work.num_window_pairs)
         read = self._num_full_layers * work.num_context_tokens + shape.num_window_layers * work.num_window_tokens
-        kv_read_bytes = self._layer_kv_bytes * read
-        weight_bytes = self.weight_bytes_read(work.num_tokens) if work.num_tokens else 0.0
+        kv_read_bytes, kv_written_bytes = self._layer_kv_bytes * read, self.kv_bytes_per_token * work.num_tokens
+        weight_bytes = self.weight_bytes_read(work.num_tokens, work.num_samples) if work.num_tokens else 0.0
         activation_bytes = self._activation_bytes(work.num_tokens)
         link_bytes, link_s = self._link(work.num_tokens)
         by_bytes_s = weight_bytes / (device.bytes_per_s * device.weight_read_share)
@@ -197,11 +198,11 @@ class CostModel:
             attention_flops=attention_flops,
             weight_bytes=weight_bytes,
             kv_read_bytes=kv_read_bytes,
-            kv_written_bytes=self.kv_bytes_per_token * work.num_tokens,
+            kv_written_bytes=kv_written_bytes,
             activation_bytes=activation_bytes,
             link_bytes=link_bytes,
             linear_s=max(by_bytes_s, by_flops_s),
-            attention_s=self._attention_s(kv_read_bytes, attention_flops),
+            attention_s=self._attention_s(kv_read_bytes + kv_written_bytes, attention_flops),
             activation_s=activation_bytes / (device.bytes_per_s * device.activation_share) if device.activation_share else 0.0,
             link_s=link_s,
             overhead_s=self._overhead_s(work),
@@ -213,21 +214,22 @@ class CostModel:
         prompts_s = device.prompt_overhead_s if work.num_chunks else 0.0
         return device.step_overhead_s + prompts_s + work.num_requests * device.request_overhead_s
 
-    def weight_bytes_read(self, num_tokens: int) -> float:
-        """Bytes of weights that a step of so many tokens reads on one device: all, but of experts only those that some token visits.
+    def weight_bytes_read(self, num_tokens: int, num_samples: int = 1) -> float:
+        """Bytes of weights that a step of so many tokens reads on one device.
 
-        Tokens are taken to choose among the E experts independently, k each: an expert is left out with probability (1 - k/E)^tokens.
+        The embedding is looked up, not read through; the output layer is read if any row yields a token; of experts, those that some
+        token visits. Tokens are taken to choose k of the E experts independently: one is left out with probability (1 - k/E)^tokens.
         """
-        shape = self.shape
-        if not shape.num_experts:
-            return self.weight_bytes
-        visited = 1 - (1 - shape.num_active_experts / shape.num_experts) ** num_tokens
-        expert_share = shape.num_expert_layers * shape.num_experts * shape.expert_parameters / shape.num_parameters
-        return self.weight_bytes * (1 - expert_share * (1 - visited))
+        shape, bits = self.shape, BITS[self.weights]
+        table_bytes = shape.num_embedding_parameters * max(16, bits) / 8 / self.num_devices  # of the embedding, and of the output layer
+        num_tables_unread = (not shape.tied_embeddings) + (not num_samples)
+        left_out = (1 - shape.num_active_experts / shape.num_experts) ** num_tokens if shape.num_experts else 0.0
+        expert_bytes = shape.num_expert_layers * shape.num_experts * shape.expert_parameters * bits / 8 / self.num_devices
+        return self.weight_bytes - num_tables_unread * table_bytes - left_out * expert_bytes
 
-    def _attention_s(self, kv_read_bytes: float, attention_flops: float) -> float:
+    def _attention_s(self, kv_bytes: float, attention_flops: float) -> float:
         device = self.device
-        by_bytes_s = kv_read_bytes / (device.bytes_per_s * device.kv_read_share)
+        by_bytes_s = kv_bytes / (device.bytes_per_s * device.kv_read_share)
         by_flops_s = attention_flops / (device.flops_per_s * device.attention_share)
         return by_bytes_s + by_flops_s if device.gathers_kv else max(by_bytes_s, by_flops_s)
 

@@ -47,7 +47,7 @@ def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
     costs = [cost.of(work) for work, _ in steps]
     counts = np.array(
         [
-            [1, w.num_requests, w.num_chunks > 0, c.activation_bytes, c.kv_read_bytes, c.attention_flops]
+            [1, w.num_requests, w.num_chunks > 0, c.activation_bytes, c.kv_read_bytes + c.kv_written_bytes, c.attention_flops]
             for (w, _), c in zip(steps, costs, strict=True)
         ]
     )

@@ -164,13 +164,13 @@ def test_bytes_of_a_decode_step_on_paper():
     cost = cost_of(SMALL, decode_work(3, 100))
     per_token = 2 * 2 * 2 * 16 * 2  # layers, key and value, KV heads, head size, bytes
     assert (cost.kv_read_bytes, cost.kv_written_bytes) == (3 * 100 * per_token, 3 * per_token)
-    assert cost.weight_bytes == 2 * SMALL.num_parameters
+    assert cost.weight_bytes == 2 * (SMALL.num_parameters - SMALL.num_embedding_parameters)  # which is looked up
     assert cost.link_bytes == cost.link_s == 0
 
 
 def test_13b_at_a_batch_of_64_reads_more_kv_than_weights():
     cost = cost_of(SHAPES["llama-2-13b"], decode_work(64, 1024))
-    assert cost.weight_bytes == pytest.approx(26.03e9, rel=1e-3) and cost.kv_read_bytes == pytest.approx(53.7e9, rel=1e-3)
+    assert cost.weight_bytes == pytest.approx(25.70e9, rel=1e-3) and cost.kv_read_bytes == pytest.approx(53.7e9, rel=1e-3)
     assert cost.limit == "KV"
 
 
@@ -199,7 +199,8 @@ def test_kv_bytes_follow_the_bits_and_flops_do_not(kv: str, share: float):
 def test_weight_bytes_follow_the_bits():
     shape = SHAPES["llama-2-13b"]
     cost, plain = cost_of(shape, decode_work(1, 1), weights="int4"), cost_of(shape, decode_work(1, 1))
-    assert cost.weight_bytes == shape.weight_bytes("int4") < 0.27 * plain.weight_bytes
+    table_bytes = 2 * shape.num_embedding_parameters
+    assert cost.weight_bytes == shape.weight_bytes("int4") - table_bytes < 0.27 * plain.weight_bytes
     assert plain.limit == cost.limit == "weights" and 2.5 < plain.seconds / cost.seconds < 3.8
 
 
@@ -217,13 +218,27 @@ def test_a_latent_is_split_by_nobody_and_has_longer_keys_than_values():
 def test_few_tokens_visit_few_experts_and_many_visit_all():
     mixtral = SHAPES["mixtral-8x7b"]
     cost = CostModel(mixtral, A100)
-    assert cost.weight_bytes_read(1) == pytest.approx(2 * mixtral.num_active_parameters)
-    assert cost.weight_bytes_read(4096) == pytest.approx(cost.weight_bytes)
+    table = mixtral.num_embedding_parameters
+    assert cost.weight_bytes_read(1) == pytest.approx(2 * (mixtral.num_active_parameters - table))
+    assert cost.weight_bytes_read(4096) == pytest.approx(cost.weight_bytes - 2 * table)
     read = [cost.weight_bytes_read(num_tokens) for num_tokens in (1, 2, 4, 16)]
     assert read == sorted(read)
     # two tokens: an expert is missed by both with (3/4)^2
     experts = 32 * 8 * mixtral.expert_parameters
-    assert read[1] == pytest.approx(2 * (mixtral.num_parameters - experts * 9 / 16))
+    assert read[1] == pytest.approx(2 * (mixtral.num_parameters - table - experts * 9 / 16))
+
+
+def test_the_embedding_is_looked_up_and_the_output_layer_read_for_samples_only():
+    plain, tied = SHAPES["llama-2-13b"], SHAPES["smollm2-135m"]
+    for shape, num_tables in ((plain, 1), (tied, 0)):  # a tied table is the output layer as well
+        cost, table_bytes = CostModel(shape, A100), 2 * shape.num_embedding_parameters
+        assert cost.weight_bytes_read(8) == cost.weight_bytes - num_tables * table_bytes
+        assert cost.weight_bytes_read(8, num_samples=0) == cost.weight_bytes - (num_tables + 1) * table_bytes
+
+
+def test_keys_and_values_are_written_in_time_too():
+    cost = cost_of(SMALL, decode_work(3, 100))
+    assert cost.attention_s == pytest.approx((cost.kv_read_bytes + cost.kv_written_bytes) / (A100.bytes_per_s * A100.kv_read_share))
 
 
 def test_a_token_multiplies_with_its_own_experts_only():

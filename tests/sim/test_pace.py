@@ -50,8 +50,8 @@ def test_a_step_feeds_only_so_many() -> None:
 def test_largest_decode_batch_at_a_context() -> None:
     cost = cost_of("llama-2-13b")
     batch = largest_decode_batch(cost, 1024, tpot_s=0.040)
-    assert batch == 43
-    assert cost.of(decode_work(43, 1024)).seconds <= 0.040 < cost.of(decode_work(44, 1024)).seconds
+    assert batch == 44
+    assert cost.of(decode_work(44, 1024)).seconds <= 0.040 < cost.of(decode_work(45, 1024)).seconds
     assert largest_decode_batch(cost, 1024, tpot_s=0.001) == 0
 
 

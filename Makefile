@@ -50,9 +50,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# nbval is left out here: it would cost every run a second to import.
+# nbval is left out here: it would cost every run a second to import. -rs says what was not tested, and why.
 unit: $(STAMP)
-	$(BIN)/python -m pytest -q -p no:nbval --cov=minserve/core --cov-fail-under=95
+	$(BIN)/python -m pytest -q -rs -p no:nbval --cov=minserve/core --cov-fail-under=95
 
 notebooks: $(STAMP)
 	$(BIN)/python -m pytest -q $(NBVAL) notebooks

@@ -38,13 +38,13 @@ class Explorer(ABC):
         self._is_adjusting = False
         self.text = ""
         self.error: Exception | None = None
-        self.caption = widgets.HTML(layout=widgets.Layout(width="auto", max_width=WIDTH, min_height="4em"))
+        self.caption = widgets.HTML(layout=widgets.Layout(width="auto", max_width=WIDTH, min_height="4.4em"))
         self.image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", width=WIDTH, height="auto"))
         for control in (*controls, *bar):
             if control.has_trait("value"):
                 control.observe(self._on_change, names="value")
         columns = widgets.Box(controls, layout=widgets.Layout(flex_flow="row wrap", max_width=WIDTH))
-        self.view = widgets.VBox([columns, *([widgets.HBox(bar)] if bar else []), self.caption, self.image])
+        self.view = widgets.VBox([columns, *([widgets.HBox(bar)] if bar else []), self.image, self.caption])
         self.update()
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Explorer(ABC):
         self.error, self.text = error, f"{type(error).__name__}: {error}"
         self.caption.value = f"<div style='line-height: 1.4'><b>This setting cannot be shown.</b><br>{html.escape(self.text)}</div>"
         blank = figures.new_figure()
-        blank.text(0.5, 0.5, "no picture: see the sentence above", ha="center", color=figures.INK)
+        blank.text(0.5, 0.5, "no picture: see the sentence below", ha="center", color=figures.INK)
         self.image.value = figures.png_bytes(blank)
 
     @contextmanager

@@ -77,15 +77,17 @@ class VramCalculator(Explorer):
     def _rest(self) -> str:
         if self.headroom_bytes < 0:
             return f"Weights, activations and runtime are {size(-self.headroom_bytes)} too much."
-        pace = self.cost.of(decode_work(self.num_requests, self.context.value, self.cost.shape.window))
-        speed = f", and decode in steps of {duration(pace.seconds)}, limited by {pace.limit}" if self.num_requests else ""
-        return f"They hold {size(self.kv_bytes)}{speed}; {size(self.headroom_bytes)} is left."
+        if not self.num_requests:
+            return f"For it, {size(self.headroom_bytes)} is left."
+        step = self.cost.of(decode_work(self.num_requests, self.context.value, self.cost.shape.window))
+        held, left = size(self.kv_bytes), size(self.headroom_bytes)
+        return f"They hold {held} and decode in steps of {duration(step.seconds)}, limited by {step.limit}; {left} is left."
 
     def draw(self) -> Figure:
         parts = {
             "weights": self.weight_bytes,
             "activations, runtime": self.reserve_bytes,
-            "KV of one request": min(self.num_requests, 1) * self.kv_bytes_per_request,
+            "KV of one request": self.kv_bytes_per_request,
             "KV of the others": max(self.num_requests - 1, 0) * self.kv_bytes_per_request,
             "not to be touched": self.untouched_bytes,
         }
@@ -204,7 +206,7 @@ class RooflineExplorer(Explorer):
         self.kv = choice("KV cache", FORMATS, "bf16")
         self.batch = steps("requests decoding", 1, 1024, 8)
         self.context = steps("context, tokens", 128, LONGEST_CONTEXT, 1024)
-        self.chunk = steps("prompt chunk, tokens", 16, 8192, 512)
+        self.chunk = steps("prompt chunk", 16, 8192, 512)
         super().__init__([self.model, self.device, self.weights, self.kv, self.batch, self.context, self.chunk])
 
     def compute(self) -> None:

@@ -1,0 +1,92 @@
+"""The explorers in a real browser: JupyterLab runs a notebook, a mouse and a key move a slider, the picture follows.
+
+Needs Chromium. Where it is missing the test says so, and with MINSERVE_REQUIRE_BROWSER=1 (as in .ci/run) it fails. What the browser
+saw is kept in the folder MINSERVE_SCREENSHOTS, if that is set.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.lab.browser import LabServer, OpenNotebook, chromium, find_chromium, lab_server
+
+pytestmark = pytest.mark.browser
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+SLIDERS = {"02_kv_cache.ipynb": "context"}  # the one that each test moves
+ALL_EXPLORERS = (
+    "from minserve.lab.widgets import BatchingExplorer, RooflineExplorer, VramCalculator\nVramCalculator()",
+    "BatchingExplorer()",
+    "RooflineExplorer()",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    executable = find_chromium()
+    if executable is None:
+        words = "no Chromium here, so the explorers were not tried in a browser: apt-get install chromium"
+        if os.environ.get("MINSERVE_REQUIRE_BROWSER") == "1":
+            pytest.fail(words)
+        pytest.skip(words)
+    with chromium(executable) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1280, "height": 1300})
+    yield page
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+    """JupyterLab over copies of the notebooks, and a notebook of nothing but explorers. Not started where there is no browser."""
+    folder = tmp_path_factory.mktemp("notebooks")
+    for name in SLIDERS:
+        shutil.copy(NOTEBOOKS / name, folder)
+    kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    cells = [nbformat.v4.new_code_cell(source) for source in ALL_EXPLORERS]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "explorers.ipynb")
+    with lab_server(folder, tmp_path_factory.mktemp("jupyter")) as server:
+        yield server
+
+
+@pytest.fixture
+def screenshots(tmp_path: Path) -> Path:
+    return Path(os.environ.get("MINSERVE_SCREENSHOTS") or tmp_path)
+
+
+@pytest.mark.parametrize("notebook", SLIDERS)
+def test_a_notebook_runs_and_its_explorer_follows_the_hand(page: Page, server: LabServer, screenshots: Path, notebook: str) -> None:
+    opened = OpenNotebook(page, server, notebook)
+    opened.run_all()
+    explorer = opened.explorer(SLIDERS[notebook])
+    explorer.save_screenshot(screenshots / f"{notebook[:2]}-before.png")
+    seen = [(explorer.caption, explorer.picture()), explorer.drag(0.7), explorer.press("ArrowLeft")]
+    explorer.save_screenshot(screenshots / f"{notebook[:2]}-after.png")
+    captions, pictures = zip(*seen, strict=True)
+    assert len(set(captions)) == len(set(pictures)) == 3
+    assert opened.complaints == [] and opened.outside_requests == []
+
+
+def test_all_explorers_in_the_dark_theme(page: Page, server: LabServer, screenshots: Path) -> None:
+    server.set("apputils-extension/themes", {"theme": "JupyterLab Dark"})
+    opened = OpenNotebook(page, server, "explorers.ipynb")
+    opened.run_all()
+    for slider in ("context", "length spread", "requests decoding"):
+        explorer = opened.explorer(slider)
+        before = (explorer.caption, explorer.picture())
+        after = explorer.drag(0.9)
+        assert before[0] != after[0] and before[1] != after[1]
+        if slider == "length spread":
+            _, stopped = explorer.choose("policy", "static"), explorer.click("step backward")
+            assert "Shown: static" in stopped[0]
+        explorer.save_screenshot(screenshots / f"dark-{slider.replace(' ', '-')}.png")
+    assert opened.complaints == [] and opened.outside_requests == []

@@ -17,7 +17,7 @@ the rates that TensorRT-LLM 0.6.1 published (LLaMA-7B, fp16, one A100-80GB); the
     batch 384, 128 in, 128 out          8.80 s     model 9.49 s     predicted, +8 %
     batch 52, 2,048 in, 128 out         11.26 s    model 12.62 s    predicted, +12 %
     LLaMA-70B on four, first of 2,048   377 ms     model 379 ms     predicted, 0 %
-    Llama-2-7B / 13B, batch 1 (AWQ)     10.8 / 19.1 ms   model 8.9 / 16.8 ms   predicted, -18 and -12 %: another engine's host time
+    Llama-2-7B / 13B, batch 1 (AWQ)     10.8 / 19.1 ms   model 8.8 / 16.7 ms   predicted, -18 and -13 %: another engine's host time
 
 The 0.60 at few rows and half a millisecond of host time a step are assumptions; the anchors hardly depend on them.
 

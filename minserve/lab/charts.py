@@ -78,14 +78,18 @@ def _scale(ax: Axes, points: Points, log_x: bool, log_y: bool, limit: tuple[floa
     for axis, is_log, values in ((ax.xaxis, log_x, [x for x, _ in points]), (ax.yaxis, log_y, ys)):
         if is_log:
             (ax.set_xscale if axis is ax.xaxis else ax.set_yscale)("log")
-            is_narrow = max(values) / min(values) < 300
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_narrow else (1,), numticks=12))
+            axis.set_major_locator(_log_ticks(max(values) / min(values)))
             axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(tick_text))
     if log_y:
         ax.set_ylim(min(ys) / 1.3, max(ys) * 1.4)
     else:
         ax.set_ylim(min(0.0, *ys), 1.12 * max(ys) or 1.0)
+
+
+def _log_ticks(ratio: float) -> LogLocator:
+    """Ticks at 1, 2, 5, 10 where powers of ten alone would be too few."""
+    return LogLocator(subs=(1, 2, 5) if ratio < 300 else (1,), numticks=12)
 
 
 def _draw_limits(ax: Axes, limit: tuple[float, str] | None, mark_x: tuple[float, str] | None) -> None:
@@ -251,7 +255,8 @@ def _draw_roofs(ax: Axes, device: DeviceSpec, dots: Points, unit: float) -> None
     ridge, peak, slope = device.ridge_flops_per_byte, device.flops_per_s / unit, device.bytes_per_s / unit
     low, high = min([ridge / 30] + [x / 2 for x, _ in dots]), max([ridge * 10] + [x * 3 for x, _ in dots])
     ax.set(xscale="log", yscale="log", xlim=(low, high), ylim=(min([slope * low] + [y / 1.5 for _, y in dots]), 3 * peak))
-    for axis in (ax.xaxis, ax.yaxis):
+    for axis, (start, end) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+        axis.set_major_locator(_log_ticks(end / start))
         axis.set_major_formatter(FuncFormatter(tick_text))
         axis.set_minor_locator(NullLocator())
     ax.plot([low, ridge, high], [slope * low, peak, peak], color=INK, linewidth=1.5)

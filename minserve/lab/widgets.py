@@ -75,10 +75,8 @@ class VramCalculator(Explorer):
         )
 
     def _rest(self) -> str:
-        if self.headroom_bytes < 0:
-            return f"Weights, activations and runtime are {size(-self.headroom_bytes)} too much."
         if not self.num_requests:
-            return f"For it, {size(self.headroom_bytes)} is left."
+            return f"With one request that is {size(self.kv_bytes_per_request - self.headroom_bytes)} too much."
         step = self.cost.of(decode_work(self.num_requests, self.context.value, self.cost.shape.window))
         held, left = size(self.kv_bytes), size(self.headroom_bytes)
         return f"They hold {held} and decode in steps of {duration(step.seconds)}, limited by {step.limit}; {left} is left."

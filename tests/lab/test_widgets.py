@@ -213,13 +213,17 @@ def test_vram_says_what_is_too_much(vram: VramCalculator) -> None:
     vram.model.value = "llama-2-70b"
     assert vram.num_requests == 0 and vram.kv_bytes == 0
     assert -vram.headroom_bytes == pytest.approx(vram.weight_bytes + 3e9 - 72e9)
-    assert vram.text.startswith("No requests of 2,048 tokens fit on 1 x a100-80gb.") and "69.0 GB too much" in vram.text
+    assert (
+        vram.text.startswith("No requests of 2,048 tokens fit on 1 x a100-80gb.")
+        and "With one request that is 69.6 GB too much." in vram.text
+    )
 
 
-def test_vram_says_what_is_left_for_a_request_that_is_too_long(vram: VramCalculator) -> None:
+def test_vram_says_how_much_a_long_request_lacks(vram: VramCalculator) -> None:
     vram.context.value = 65_536
     assert vram.num_requests == 0 and 0 < vram.headroom_bytes < vram.kv_bytes_per_request == 65_536 * 819_200
-    assert "a request 53.7 GB. For it, 43.0 GB is left." in vram.text
+    too_much = (vram.kv_bytes_per_request - vram.headroom_bytes) / 1e9
+    assert f"a request 53.7 GB. With one request that is {too_much:.1f} GB too much." in vram.text
 
 
 def test_vram_shows_that_heads_cannot_be_shared(vram: VramCalculator) -> None:

@@ -276,7 +276,7 @@ def _name_points(ax: Axes, places: Sequence[tuple[float, float]], words: Sequenc
     taken = [(x - 0.006, y - 0.012, x + 0.006, y + 0.012) for x, y in places]  # left, bottom, right, top; shares of the axes
     for (x, y), text in sorted(zip(places, words, strict=True), key=lambda pair: -pair[0][1]):
         wide, tall = 0.0092 * len(text), 0.052
-        left = x + 0.012 if x + 0.012 + wide < 1 else x - 0.012 - wide
+        left = min(x + 0.012, 0.99 - wide)  # one that would leave the axes comes to lie under its point
         tries = [y - tall * (0.9 + 0.5 * number) for number in range(16)]
         free = [low for low in tries if not any(_overlap((left, low, left + wide, low + tall), box) for box in taken)]
         low = max(0.01, (free or tries[-1:])[0])

@@ -62,6 +62,13 @@ def test_roofline_of_a_small_machine_counts_in_gflops_and_labels_keep_apart() ->
     assert figure.axes[0].get_ylabel() == "GFLOP/s" and all_apart(figure)
 
 
+def test_roofline_label_without_room_at_its_right_lies_under_its_point() -> None:
+    figure = charts.roofline(DEVICE, [("a prompt chunk of many tokens", 1e12, 1e9, 0.02)], "")
+    [ax] = figure.axes
+    box, (x, y) = written(figure)[-1], ax.transData.transform((1000.0, 50.0))
+    assert box.x0 < x < box.x1 <= ax.bbox.x1 and box.y1 < y
+
+
 # --- curves ---------------------------------------------------------------------------------------
 
 

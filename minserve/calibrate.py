@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ import torch
 from minserve.bench import load_workload
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.engine import Arrival, Engine, Runner
+from minserve.core.request import InvalidRequest
 from minserve.core.trace import Summary
 from minserve.llm import LLM
 from minserve.model.decoder import Decoder
@@ -36,7 +38,7 @@ from minserve.sim.devices import DeviceSpec
 from minserve.sim.fit import Fit, fit_device
 from minserve.sim.shapes import load_shape
 from minserve.sim.simulator import make_engine
-from minserve.sim.workload import Lengths, all_at_once, exact, make_workload, poisson
+from minserve.sim.workload import Arrivals, Lengths, all_at_once, exact, make_workload, poisson
 
 ROWS = (1, 2, 16, 32, 64, 128, 256, 512)  # of the timed products
 FEW_ROWS = 16  # with less, a product takes as long as its weights need to be read
@@ -124,15 +126,23 @@ class RecordingRunner:
 
 
 def calibration_workload(seed: int, vocab_size: int) -> list[list[Arrival]]:
-    """What is served to be fitted to: a burst, a trickle at three rates, and a burst with a common beginning."""
-    prompt, output = Lengths.lognormal(150, 0.9, 8, 512), Lengths.exponential(90, 256)
-    parts = [make_workload(40, prompt, output, all_at_once(), seed, vocab_size=vocab_size)]
-    for rate_per_s in (0.8, 1.6, 2.4):
-        seed += 1
-        parts.append(make_workload(12, prompt, output, poisson(rate_per_s), seed, vocab_size=vocab_size))
-    prompt, output = Lengths.uniform(272, 384), Lengths.uniform(8, 64)
-    parts.append(make_workload(24, prompt, output, all_at_once(), seed + 1, num_shared_tokens=256, vocab_size=vocab_size))
-    return [part.arrivals() for part in parts]
+    """What is served to be fitted to, part by part: a mixed burst, many short, few long, a trickle at two rates, a common beginning.
+
+    Short and long stand apart so that what a request costs and what its context costs can be told apart.
+    """
+    chat, answer = Lengths.lognormal(150, 0.9, 8, 512), Lengths.exponential(90, 256)
+    kinds: list[tuple[int, Lengths, Lengths, Arrivals, int]] = [
+        (40, chat, answer, all_at_once(), 0),
+        (14, chat, answer, poisson(1.0), 0),
+        (48, Lengths.uniform(8, 64), Lengths.uniform(16, 64), all_at_once(), 0),
+        (14, chat, answer, poisson(2.5), 0),
+        (24, Lengths.uniform(384, 512), Lengths.uniform(8, 48), all_at_once(), 0),
+        (24, Lengths.uniform(272, 384), Lengths.uniform(8, 64), all_at_once(), 256),
+    ]
+    return [
+        make_workload(count, prompt, output, when, seed + part, num_shared_tokens=shared, vocab_size=vocab_size).arrivals()
+        for part, (count, prompt, output, when, shared) in enumerate(kinds)
+    ]
 
 
 def serve(engine: Engine, arrivals: Iterable[Arrival]) -> Summary:
@@ -141,20 +151,20 @@ def serve(engine: Engine, arrivals: Iterable[Arrival]) -> Summary:
     engine.trace = type(engine.trace)()
     start_s = engine.clock.now()
     engine.run([(start_s + time_s, arguments) for time_s, arguments in arrivals])
-    return engine.trace.summary()
+    summary = engine.trace.summary()
+    if engine.trace.num_refused or summary.num_finished < summary.num_requests:
+        raise InvalidRequest(f"{engine.trace.num_refused} requests were refused, {summary.num_finished} of {summary.num_requests} finished")
+    return summary
 
 
-def record_steps(engine: Engine, cost: CostModel, parts: Iterable[Iterable[Arrival]]) -> list[tuple[Work, float]]:
-    """Serve the parts one after the other: (work, seconds) of every step that computed something."""
-    steps: list[tuple[Work, float]] = []
-    for arrivals in parts:
-        inner, engine.runner = engine.runner, (recorder := RecordingRunner(engine.runner, cost))
-        try:
-            serve(engine, arrivals)
-        finally:
-            engine.runner = inner
-        steps += [(work, s.elapsed_s) for work, s in zip(recorder.works, engine.trace.steps, strict=True) if work.num_tokens]
-    return steps
+def record_steps(engine: Engine, cost: CostModel, arrivals: Iterable[Arrival]) -> list[tuple[Work, float]]:
+    """Serve the arrivals: (work, seconds) of every step that computed something."""
+    inner, engine.runner = engine.runner, (recorder := RecordingRunner(engine.runner, cost))
+    try:
+        serve(engine, arrivals)
+    finally:
+        engine.runner = inner
+    return [(work, s.elapsed_s) for work, s in zip(recorder.works, engine.trace.steps, strict=True) if work.num_tokens]
 
 
 # --- the check ------------------------------------------------------------------------------------
@@ -239,9 +249,11 @@ def main(model: str | None, out: str, *, num_rounds: int = 1, check: bool = Fals
         steps: list[tuple[Work, float]] = []
         real: dict[str, list[Summary]] = {workload: [] for workload in workloads}
         for number in range(num_rounds):
-            steps += record_steps(llm.engine, cost, calibration_workload(10 * number, llm.engine.limits.vocab_size))
-            for workload, arrivals in workloads.items():
-                real[workload].append(serve(llm.engine, arrivals))
+            parts = calibration_workload(10 * number, llm.engine.limits.vocab_size)
+            for part, workload in zip_longest(parts, workloads):  # taking turns, so that a slow minute is in both
+                steps += record_steps(llm.engine, cost, part) if part else []
+                if workload:
+                    real[workload].append(serve(llm.engine, workloads[workload]))
             print(f"round {number + 1} of {num_rounds}: {len(steps)} steps so far", file=sys.stderr, flush=True)
         fit = fit_device(cost, steps)
         comparisons = compare(llm, cost_model(llm, fit.device), workloads, real)
@@ -261,7 +273,8 @@ def describe(fit: Fit) -> str:
     d = fit.device
     small = f"{d.activation_share:.0%}" if d.activation_share else "too little to see"
     return (
-        f"a step costs {1e3 * d.step_overhead_s:.1f} ms and {1e6 * d.request_overhead_s:.0f} us a request, {1e3 * d.prompt_overhead_s:.1f} ms more with prompts; of the bandwidth, weights reach "
+        f"a step costs {1e3 * d.step_overhead_s:.1f} ms, {1e3 * d.prompt_overhead_s:.1f} ms more with prompts, and "
+        f"{1e6 * d.request_overhead_s:.0f} us a request; of the bandwidth, weights reach "
         f"{d.weight_read_share:.0%}, keys and values {d.kv_read_share:.0%}, small operations {small}; of the matmul rate, "
         f"{', '.join(f'{share:.0%} at {rows:.0f} rows' for rows, share in d.matmul_shares)}, attention {d.attention_share:.0%}\n"
         f"over {fit.num_steps} steps: median error {fit.median_error:.1%}, sum {fit.total_ratio - 1:+.1%}"

@@ -11,6 +11,7 @@ import pytest
 from minserve import calibrate
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.engine import Arrival
+from minserve.core.request import InvalidRequest
 from minserve.core.trace import Summary
 from minserve.llm import LLM
 from minserve.sim.devices import DeviceSpec, load_device
@@ -51,7 +52,7 @@ def test_peaks_are_rates_and_shares(peaks: DeviceSpec):
 
 def test_every_step_is_written_down_with_its_work(llm: LLM, peaks: DeviceSpec):
     inner = llm.engine.runner
-    steps = calibrate.record_steps(llm.engine, calibrate.cost_model(llm, peaks), [some_arrivals()])
+    steps = calibrate.record_steps(llm.engine, calibrate.cost_model(llm, peaks), some_arrivals())
     assert llm.engine.runner is inner
     assert len(steps) == len(llm.trace.steps) and [seconds for _, seconds in steps] == [s.elapsed_s for s in llm.trace.steps]
     assert [work.num_tokens for work, _ in steps] == [s.num_tokens for s in llm.trace.steps]
@@ -128,6 +129,11 @@ def test_the_table_shows_median_range_and_ratio():
     ]
 
 
+def test_a_run_in_which_somebody_is_refused_is_no_result(llm: LLM):
+    with pytest.raises(InvalidRequest, match="1 requests were refused, 12 of 12 finished"):
+        calibrate.serve(llm.engine, [*some_arrivals(), (0.0, {"prompt_ids": [99_999], "params": exact(1)})])
+
+
 def test_best_is_the_shortest():
     assert 0 <= calibrate.best_s(lambda: None, seconds=0.0) < 0.1
 
@@ -137,7 +143,7 @@ def test_a_summary_has_the_metrics_that_are_compared():
 
 
 def test_devices_differ_only_in_what_was_fitted(llm: LLM, peaks: DeviceSpec):
-    steps = calibrate.record_steps(llm.engine, calibrate.cost_model(llm, peaks), [some_arrivals()])
+    steps = calibrate.record_steps(llm.engine, calibrate.cost_model(llm, peaks), some_arrivals())
     device = calibrate.fit_device(calibrate.cost_model(llm, peaks), steps).device
     fitted = {
         name: getattr(peaks, name)

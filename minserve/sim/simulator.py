@@ -43,7 +43,7 @@ def make_engine(
     num_blocks = num_blocks or cost.pool_blocks(block_size, memory_fraction, reserve_bytes)
     blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     config = SchedulerConfig(token_budget, max_running, watermark_blocks, max_chunk_tokens)
-    limits = ModelLimits(max_model_len or cost.shape.max_positions, VOCAB_SIZE)
+    limits = ModelLimits(max_model_len or cost.shape.max_positions, max(VOCAB_SIZE, cost.shape.vocab_size))
     runner = SimulatedRunner(cost) if padded_rows is None else PaddedRunner(cost, padded_rows)
     return Engine(Scheduler(config, blocks, policy), runner, VirtualClock(), limits)
 

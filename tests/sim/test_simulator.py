@@ -14,7 +14,7 @@ from minserve.sim.cost_model import CostModel, row_work
 from minserve.sim.devices import DEVICES
 from minserve.sim.shapes import SHAPES, ModelShape
 from minserve.sim.simulator import make_engine, make_slot_engine, simulate
-from minserve.sim.workload import TRACES, Lengths, Workload, make_workload, poisson
+from minserve.sim.workload import TRACES, Lengths, Workload, exact, make_workload, poisson
 from tests.model import tiny_net
 
 A100 = DEVICES["a100-80gb"]
@@ -219,3 +219,10 @@ def test_the_ladder_of_a_13b():
     assert reserved / static == pytest.approx(2.9, rel=0.25)
     assert paged / reserved == pytest.approx(1.37, rel=0.25)
     assert [static, reserved, paged] == pytest.approx([226, 663, 908], rel=0.15)
+
+
+def test_prompts_of_the_models_own_tokens_are_accepted():
+    """Real prompts are replayed on a device that is not here: a model's vocabulary may be larger than that of made-up tokens."""
+    engine = make_engine(CostModel(SHAPES["smollm2-135m"], DEVICES["a100-80gb"]))
+    engine.add([49_151], exact(1))
+    assert len(engine.run()) == 1

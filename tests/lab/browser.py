@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import psutil
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-START_S, RUN_S, REACT_S = 40, 120, 10  # how long to wait at most: ten times what it takes
+START_S, RUN_S, REACT_S = 60, 300, 30  # how long to wait at most: ten times what it takes on an idle machine
 BROWSER_ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update", "--disable-sync")
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -157,15 +157,25 @@ class OpenNotebook:
             self.outside_requests.append(url)
 
     def run_all(self) -> None:
-        """Run All Cells, and wait for the last. Stored numbers of cells prove nothing, so a live slider must be there first."""
+        """Run All Cells. Doesn't wait for them."""
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_text("Run All Cells", exact=True).click()
-        self.page.locator(".jp-OutputArea-output .widget-slider").first.wait_for(timeout=1000 * RUN_S, state="attached")
+
+    def wait_for_end(self) -> None:
+        """Until all cells have run: a kernel answers sliders after its cells only. Raises RuntimeError if one of them failed."""
         wait_until(self._has_run, RUN_S, f"{self.notebook} runs through")
+        if errors := self._errors():
+            raise RuntimeError(f"a cell of {self.notebook} failed:\n{errors[0]}")
 
     def _has_run(self) -> bool:
+        # Numbers of cells prove nothing, since some are stored in the file; a live slider is never stored.
+        is_under_way = self.page.locator(".jp-OutputArea-output .widget-slider").count() > 0
         prompts = self.page.locator(".jp-CodeCell .jp-InputPrompt").all_text_contents()
-        return self.server.is_idle(self.notebook) and not any("*" in prompt for prompt in prompts)
+        is_done = is_under_way and self.server.is_idle(self.notebook) and not any("*" in prompt for prompt in prompts)
+        return is_done or bool(self._errors())
+
+    def _errors(self) -> list[str]:
+        return self.page.locator('.jp-OutputArea-output [data-mime-type="application/vnd.jupyter.error"]').all_text_contents()
 
     def explorer(self, slider: str) -> "OpenExplorer":
         """The explorer that has a slider of this description."""

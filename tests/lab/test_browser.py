@@ -11,14 +11,15 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser
 
 from tests.lab.browser import LabServer, OpenNotebook, chromium, find_chromium, lab_server
 
 pytestmark = pytest.mark.browser
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-SLIDERS = {"02_kv_cache.ipynb": "context"}  # the one that each test moves
+SLIDERS = {"02_kv_cache.ipynb": "context", "03_batching.ipynb": "length spread"}  # the one that each test moves
+EXPLORERS = "explorers.ipynb"
 ALL_EXPLORERS = (
     "from minserve.lab.widgets import BatchingExplorer, RooflineExplorer, VramCalculator\nVramCalculator()",
     "BatchingExplorer()",
@@ -38,13 +39,6 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    page = browser.new_page(viewport={"width": 1280, "height": 1300})
-    yield page
-    page.close()
-
-
 @pytest.fixture(scope="module")
 def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     """JupyterLab over copies of the notebooks, and a notebook of nothing but explorers. Not started where there is no browser."""
@@ -53,9 +47,21 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         shutil.copy(NOTEBOOKS / name, folder)
     kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
     cells = [nbformat.v4.new_code_cell(source) for source in ALL_EXPLORERS]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / "explorers.ipynb")
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / EXPLORERS)
     with lab_server(folder, tmp_path_factory.mktemp("jupyter")) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser, server: LabServer) -> dict[str, OpenNotebook]:
+    """All notebooks, under way at the same time: one after another they would take twice as long."""
+    opened: dict[str, OpenNotebook] = {}
+    for name in (*SLIDERS, EXPLORERS):
+        server.set("apputils-extension/themes", {"theme": "JupyterLab Dark" if name == EXPLORERS else "JupyterLab Light"})
+        opened[name] = OpenNotebook(browser.new_page(viewport={"width": 1280, "height": 1300}), server, name)
+    for notebook in opened.values():
+        notebook.run_all()
+    return opened
 
 
 @pytest.fixture
@@ -63,30 +69,29 @@ def screenshots(tmp_path: Path) -> Path:
     return Path(os.environ.get("MINSERVE_SCREENSHOTS") or tmp_path)
 
 
-@pytest.mark.parametrize("notebook", SLIDERS)
-def test_a_notebook_runs_and_its_explorer_follows_the_hand(page: Page, server: LabServer, screenshots: Path, notebook: str) -> None:
-    opened = OpenNotebook(page, server, notebook)
-    opened.run_all()
-    explorer = opened.explorer(SLIDERS[notebook])
-    explorer.save_screenshot(screenshots / f"{notebook[:2]}-before.png")
-    seen = [(explorer.caption, explorer.picture()), explorer.drag(0.7), explorer.press("ArrowLeft")]
-    explorer.save_screenshot(screenshots / f"{notebook[:2]}-after.png")
-    captions, pictures = zip(*seen, strict=True)
-    assert len(set(captions)) == len(set(pictures)) == 3
-    assert opened.complaints == [] and opened.outside_requests == []
-
-
-def test_all_explorers_in_the_dark_theme(page: Page, server: LabServer, screenshots: Path) -> None:
-    server.set("apputils-extension/themes", {"theme": "JupyterLab Dark"})
-    opened = OpenNotebook(page, server, "explorers.ipynb")
-    opened.run_all()
+def test_all_explorers_follow_the_hand_in_the_dark_theme(opened: dict[str, OpenNotebook], screenshots: Path) -> None:
+    notebook = opened[EXPLORERS]
+    notebook.wait_for_end()
     for slider in ("context", "length spread", "requests decoding"):
-        explorer = opened.explorer(slider)
+        explorer = notebook.explorer(slider)
         before = (explorer.caption, explorer.picture())
         after = explorer.drag(0.9)
         assert before[0] != after[0] and before[1] != after[1]
         if slider == "length spread":
-            _, stopped = explorer.choose("policy", "static"), explorer.click("step backward")
-            assert "Shown: static" in stopped[0]
+            chosen, stopped = explorer.choose("policy", "static"), explorer.click("step backward")
+            assert "Shown: static" in chosen[0] and "1 run and 0 wait" in stopped[0]
         explorer.save_screenshot(screenshots / f"dark-{slider.replace(' ', '-')}.png")
-    assert opened.complaints == [] and opened.outside_requests == []
+    assert notebook.complaints == [] and notebook.outside_requests == []
+
+
+@pytest.mark.parametrize("name", SLIDERS)
+def test_a_notebook_runs_and_its_explorer_follows_the_hand(opened: dict[str, OpenNotebook], screenshots: Path, name: str) -> None:
+    notebook = opened[name]
+    notebook.wait_for_end()
+    explorer = notebook.explorer(SLIDERS[name])
+    explorer.save_screenshot(screenshots / f"{name[:2]}-before.png")
+    seen = [(explorer.caption, explorer.picture()), explorer.drag(0.7), explorer.press("ArrowLeft")]
+    explorer.save_screenshot(screenshots / f"{name[:2]}-after.png")
+    captions, pictures = zip(*seen, strict=True)
+    assert len(set(captions)) == len(set(pictures)) == 3
+    assert notebook.complaints == [] and notebook.outside_requests == []

@@ -47,6 +47,7 @@ class Work:
     num_window_tokens: int = 0  # the same two in layers that see a window only
     num_window_pairs: int = 0
     num_chunks: int = 0  # rows of more than one token: prompts, or parts of them
+    num_shared_pairs: int = 0  # of the pairs, those with keys that are read once for several requests
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -86,6 +87,7 @@ class Cost:
 
     linear_flops: float
     attention_flops: float
+    shared_flops: float  # of attention_flops, those in one product for several requests
     weight_bytes: float
     kv_read_bytes: float
     kv_written_bytes: float
@@ -171,11 +173,11 @@ class CostModel:
                 one = row_work(start, count, window=window)
                 window_context += one.num_window_tokens
                 window_pairs += one.num_window_pairs
-        if self.device.shares_prefix_reads:
-            context -= _num_shared_reads(rows)
+        saved, shared_pairs = _shared_prefixes(rows) if self.device.shares_prefix_reads else (0, 0)
+        context -= saved
         if window is None:
             window_context, window_pairs = context, pairs
-        return Work(num_tokens, len(rows), num_samples, context, pairs, window_context, window_pairs, num_chunks)
+        return Work(num_tokens, len(rows), num_samples, context, pairs, window_context, window_pairs, num_chunks, shared_pairs)
 
     def batch_cost(self, batch: ScheduledBatch) -> Cost:
         return self.of(self.work(batch.rows))
@@ -186,6 +188,7 @@ class CostModel:
         linear_flops = 2 * (work.num_tokens * shape.num_layer_parameters + work.num_samples * shape.num_output_parameters) / split
         per_pair = 2 * shape.num_heads * (shape.query_head_dim + shape.head_dim) / split
         attention_flops = per_pair * (self._num_full_layers * work.num_pairs + shape.num_window_layers * work.num_window_pairs)
+        shared_flops = per_pair * self._num_full_layers * work.num_shared_pairs
         read = self._num_full_layers * work.num_context_tokens + shape.num_window_layers * work.num_window_tokens
         kv_read_bytes, kv_written_bytes = self._layer_kv_bytes * read, self.kv_bytes_per_token * work.num_tokens
         weight_bytes = self.weight_bytes_read(work.num_tokens, work.num_samples) if work.num_tokens else 0.0
@@ -196,13 +199,14 @@ class CostModel:
         return Cost(
             linear_flops=linear_flops,
             attention_flops=attention_flops,
+            shared_flops=shared_flops,
             weight_bytes=weight_bytes,
             kv_read_bytes=kv_read_bytes,
             kv_written_bytes=kv_written_bytes,
             activation_bytes=activation_bytes,
             link_bytes=link_bytes,
             linear_s=max(by_bytes_s, by_flops_s),
-            attention_s=self._attention_s(kv_read_bytes + kv_written_bytes, attention_flops),
+            attention_s=self._attention_s(kv_read_bytes + kv_written_bytes, attention_flops, shared_flops),
             activation_s=activation_bytes / (device.bytes_per_s * device.activation_share) if device.activation_share else 0.0,
             link_s=link_s,
             overhead_s=self._overhead_s(work),
@@ -227,10 +231,11 @@ class CostModel:
         expert_bytes = shape.num_expert_layers * shape.num_experts * shape.expert_parameters * bits / 8 / self.num_devices
         return self.weight_bytes - num_tables_unread * table_bytes - left_out * expert_bytes
 
-    def _attention_s(self, kv_bytes: float, attention_flops: float) -> float:
+    def _attention_s(self, kv_bytes: float, attention_flops: float, shared_flops: float) -> float:
+        """The queries of all who share a prefix are rows of one large product with its keys, which runs at the full rate."""
         device = self.device
         by_bytes_s = kv_bytes / (device.bytes_per_s * device.kv_read_share)
-        by_flops_s = attention_flops / (device.flops_per_s * device.attention_share)
+        by_flops_s = ((attention_flops - shared_flops) / device.attention_share + shared_flops) / device.flops_per_s
         return by_bytes_s + by_flops_s if device.gathers_kv else max(by_bytes_s, by_flops_s)
 
     def _activation_bytes(self, num_tokens: int) -> float:
@@ -264,15 +269,20 @@ class CostModel:
         return num_blocks
 
 
-def _num_shared_reads(rows: tuple[ScheduledRequest, ...]) -> int:
-    """Context tokens that need not be read again, since rows of one token begin with the same blocks."""
+def _shared_prefixes(rows: tuple[ScheduledRequest, ...]) -> tuple[int, int]:
+    """Where rows begin with the same blocks: context tokens that need not be read again, and pairs of a query and a shared key.
+
+    Blocks that a row writes in this step are its own.
+    """
+    block_size = max((-(-row.end // len(row.block_table)) for row in rows if row.block_table), default=0)
     families: dict[int, list[ScheduledRequest]] = {}
     for row in rows:
-        if row.num_tokens == 1 and row.block_table:
+        if row.block_table and row.start >= block_size:
             families.setdefault(row.block_table[0], []).append(row)
-    saved = 0
+    num_saved = num_pairs = 0
     for family in families.values():
         if len(family) > 1:
-            size = -(-family[0].end // len(family[0].block_table))  # slots a block, at least
-            saved += (len(family) - 1) * len(commonprefix([row.block_table for row in family])) * size
-    return saved
+            num_shared = len(commonprefix([row.block_table[: row.start // block_size] for row in family])) * block_size
+            num_saved += (len(family) - 1) * num_shared
+            num_pairs += num_shared * sum(row.num_tokens for row in family)
+    return num_saved, num_pairs

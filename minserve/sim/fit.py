@@ -17,7 +17,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from minserve.sim.cost_model import CostModel, Work
+from minserve.sim.cost_model import Cost, CostModel, Work
 from minserve.sim.devices import DeviceSpec
 
 Array = NDArray[np.float64]
@@ -45,16 +45,11 @@ def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
         raise ValueError(f"{len(steps)} steps cannot determine {NUM_COEFFICIENTS} coefficients")
     bare = cost.device
     costs = [cost.of(work) for work, _ in steps]
-    counts = np.array(
-        [
-            [1, w.num_requests, w.num_chunks > 0, c.activation_bytes, c.kv_read_bytes + c.kv_written_bytes, c.attention_flops]
-            for (w, _), c in zip(steps, costs, strict=True)
-        ]
-    )
+    counts = np.array([_counts(work, c) for (work, _), c in zip(steps, costs, strict=True)])
     seconds = np.array([s for _, s in steps])
-    linear = np.array([c.linear_s for c in costs])
+    known = np.array([c.linear_s + c.shared_flops / bare.flops_per_s for c in costs])
     least = np.array([0, 0, 0, 0, 1 / bare.bytes_per_s, 1 / bare.flops_per_s])  # nothing is faster than the peaks
-    fixed = linear + counts @ least
+    fixed = known + counts @ least
     believed, extra = np.ones(len(steps), dtype=bool), np.zeros(NUM_COEFFICIENTS)
     for _ in range(NUM_VOTES):
         extra = nonnegative_least_squares(counts[believed], (seconds - fixed)[believed], 1 / np.sqrt(seconds[believed]))
@@ -73,8 +68,14 @@ def fit_device(cost: CostModel, steps: Sequence[tuple[Work, float]]) -> Fit:
         attention_share=1 / (attention_s * bare.flops_per_s),
         gathers_kv=True,
     )
-    predicted = linear + counts @ per_unit
+    predicted = known + counts @ per_unit
     return Fit(device, len(steps), float(np.median(np.abs(predicted / seconds - 1))), float(predicted.sum() / seconds.sum()))
+
+
+def _counts(work: Work, cost: Cost) -> list[float]:
+    """What the coefficients are multiplied with, in their order."""
+    kv_bytes, own_flops = cost.kv_read_bytes + cost.kv_written_bytes, cost.attention_flops - cost.shared_flops
+    return [1, work.num_requests, work.num_chunks > 0, cost.activation_bytes, kv_bytes, own_flops]
 
 
 def nonnegative_least_squares(a: Array, b: Array, weights: Array) -> Array:

@@ -143,7 +143,29 @@ def test_a_device_may_read_a_common_beginning_once():
     device = replace(A100, shares_prefix_reads=True)
     rows = [row(47, 1, table=(7, 8, 9)), row(40, 1, table=(7, 8, 5)), row(33, 1, table=(1, 2, 3))]
     assert CostModel(SMALL, A100).work(rows).num_context_tokens == 48 + 41 + 34
-    assert CostModel(SMALL, device).work(rows).num_context_tokens == 48 + 41 + 34 - 2 * 16
+    work = CostModel(SMALL, device).work(rows)
+    assert work.num_context_tokens == 48 + 41 + 34 - 2 * 16
+    assert work.num_shared_pairs == 2 * 32  # the queries of two with two blocks; all other pairs are their own
+    assert CostModel(SMALL, A100).work(rows).num_shared_pairs == 0
+
+
+def test_chunks_share_a_beginning_too_but_not_what_they_write():
+    device = replace(A100, shares_prefix_reads=True)
+    rows = [row(0, 20, table=(4, 5)), row(16, 8, table=(4, 6)), row(16, 10, table=(4, 8))]  # the first one writes block 4
+    work = CostModel(SMALL, device).work(rows)
+    assert work.num_context_tokens == 20 + 24 + 26 - 16
+    assert work.num_shared_pairs == 16 * (8 + 10) and work.num_pairs == row_work(0, 20).num_pairs + sum(
+        row_work(16, n).num_pairs for n in (8, 10)
+    )
+
+
+def test_pairs_with_a_shared_key_run_at_the_full_rate():
+    device = replace(A100, shares_prefix_reads=True, attention_share=0.25, gathers_kv=True)
+    cost, work = CostModel(SMALL, device), decode_work(4, 100)
+    own, shared = cost.of(work), cost.of(replace(work, num_shared_pairs=300))
+    assert shared.attention_flops == own.attention_flops and shared.shared_flops == 0.75 * own.attention_flops
+    saved_s = shared.shared_flops * (1 / 0.25 - 1) / device.flops_per_s
+    assert own.attention_s - shared.attention_s == pytest.approx(saved_s)
 
 
 # --- FLOPs and bytes on paper ------------------------------------------------------------------------

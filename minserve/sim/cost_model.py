@@ -272,7 +272,7 @@ class CostModel:
 def _shared_prefixes(rows: tuple[ScheduledRequest, ...]) -> tuple[int, int]:
     """Where rows begin with the same blocks: context tokens that need not be read again, and pairs of a query and a shared key.
 
-    Blocks that a row writes in this step are its own.
+    Blocks that a row writes in this step are its own. How long a block is, a batch does not say; the fullest of the rows' last blocks does.
     """
     block_size = max((-(-row.end // len(row.block_table)) for row in rows if row.block_table), default=0)
     families: dict[int, list[ScheduledRequest]] = {}

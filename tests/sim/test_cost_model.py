@@ -151,11 +151,11 @@ def test_a_device_may_read_a_common_beginning_once():
 
 def test_chunks_share_a_beginning_too_but_not_what_they_write():
     device = replace(A100, shares_prefix_reads=True)
-    rows = [row(0, 20, table=(4, 5)), row(16, 8, table=(4, 6)), row(16, 10, table=(4, 8))]  # the first one writes block 4
+    rows = [row(0, 20, table=(4, 5)), row(16, 8, table=(4, 6)), row(16, 16, table=(4, 8))]  # the first one writes block 4
     work = CostModel(SMALL, device).work(rows)
-    assert work.num_context_tokens == 20 + 24 + 26 - 16
-    assert work.num_shared_pairs == 16 * (8 + 10) and work.num_pairs == row_work(0, 20).num_pairs + sum(
-        row_work(16, n).num_pairs for n in (8, 10)
+    assert work.num_context_tokens == 20 + 24 + 32 - 16
+    assert work.num_shared_pairs == 16 * (8 + 16) and work.num_pairs == row_work(0, 20).num_pairs + sum(
+        row_work(16, n).num_pairs for n in (8, 16)
     )
 
 

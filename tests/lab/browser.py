@@ -24,7 +24,9 @@ import psutil
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 START_S, RUN_S, REACT_S = 60, 300, 30  # how long to wait at most: ten times what it takes on an idle machine
+# The crash handler would leave the browser's family of processes and might outlive it.
 BROWSER_ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update", "--disable-sync")
+BROWSER_ARGUMENTS += ("--disable-crashpad-for-testing",)
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "defer"},  # "full" takes cells that are out of sight out of the page
@@ -147,7 +149,9 @@ class OpenNotebook:
         page.on("console", lambda message: self.complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self._note_request(request.url))
-        page.goto(f"{server.url}/lab/tree/{notebook}?token={server.token}&reset")
+        # A workspace of its own: a second page of the same one would be sent elsewhere while it loads.
+        workspace = notebook.removesuffix(".ipynb")
+        page.goto(f"{server.url}/lab/workspaces/{workspace}/tree/{notebook}?token={server.token}", wait_until="commit")
         page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=1000 * START_S)
         wait_until(lambda: server.is_idle(notebook), START_S, f"the kernel of {notebook} starts")
 
@@ -196,11 +200,16 @@ class OpenExplorer:
         return self.area.locator(".widget-html-content div").first.inner_text()
 
     def picture(self) -> str:
-        """A hash of the picture that is shown."""
-        source = self.area.locator("img.widget-image").evaluate(
-            """async image => { const bytes = await (await fetch(image.src)).arrayBuffer(); return Array.from(new Uint8Array(bytes)); }"""
+        """A hash of the picture that is shown. It is read off the screen: its address may change while one looks."""
+        data = self.area.locator("img.widget-image").evaluate(
+            """image => {
+                const canvas = document.createElement("canvas");
+                [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+                canvas.getContext("2d").drawImage(image, 0, 0);
+                return canvas.toDataURL();
+            }"""
         )
-        return hashlib.sha256(bytes(source)).hexdigest()
+        return hashlib.sha256(data.encode()).hexdigest()
 
     def drag(self, share: float) -> tuple[str, str]:
         """Take the handle with the mouse and move it to this share of the slider's way. Returns the sentence and the picture then."""

@@ -581,3 +581,11 @@ def test_notebook_is_written_as_jupyter_writes_it(path: Path) -> None:
     """Opening and saving in JupyterLab must not change the file: one space of indent, sorted keys, a newline at the end."""
     text = path.read_text(encoding="utf-8")
     assert text == json.dumps(json.loads(text), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+
+
+def test_the_pictures_of_the_readme_are_exported_by_the_notebooks() -> None:
+    """Numbered pictures are a notebook's; `make outputs` makes them anew."""
+    shown = set(re.findall(r"\(figures/(\d\d_\w+)\.png\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    exported = {name for path in PATHS for cell in code_cells(read(path)) for name in re.findall(r'export\(\w+, "(\w+)"', cell.source)}
+    assert len(shown) >= 3 and shown <= exported
+    assert all((ROOT / "figures" / f"{name}.png").stat().st_size > 5_000 for name in exported)

@@ -24,9 +24,7 @@ import psutil
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 START_S, RUN_S, REACT_S = 60, 300, 30  # how long to wait at most: ten times what it takes on an idle machine
-# The crash handler would leave the browser's family of processes and might outlive it.
 BROWSER_ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-component-update", "--disable-sync")
-BROWSER_ARGUMENTS += ("--disable-crashpad-for-testing",)
 SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     "notebook-extension/tracker": {"windowingMode": "defer"},  # "full" takes cells that are out of sight out of the page

@@ -11,7 +11,23 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 # Top to bottom: a file imports only from its own room or from rooms above it.
-ROOMS = ("core", "sim", "model", "quantize", "interface", "llm", "serve", "scale", "lab", "bench", "calibrate", "demo", "plan", "simulate", "cli")
+ROOMS = (
+    "core",
+    "sim",
+    "model",
+    "quantize",
+    "interface",
+    "llm",
+    "serve",
+    "scale",
+    "lab",
+    "bench",
+    "calibrate",
+    "demo",
+    "plan",
+    "simulate",
+    "cli",
+)
 # Inside core the reading order is the order of imports; in the other rooms any order without a circle will do.
 CORE_ORDER = ("request", "batch", "clock", "prefix_cache", "block_manager", "policies", "scheduler", "trace", "report", "engine")
 DRAWING = {"matplotlib", "ipywidgets", "IPython"}

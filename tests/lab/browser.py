@@ -151,7 +151,7 @@ class OpenNotebook:
         workspace = notebook.removesuffix(".ipynb")
         page.goto(f"{server.url}/lab/workspaces/{workspace}/tree/{notebook}?token={server.token}", wait_until="commit")
         page.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=1000 * START_S)
-        wait_until(lambda: server.is_idle(notebook), START_S, f"the kernel of {notebook} starts")
+        wait_until(lambda: self.is_idle, START_S, f"the kernel of {notebook} starts")
 
     def _note_request(self, url: str) -> None:
         place = urlsplit(url)
@@ -173,8 +173,12 @@ class OpenNotebook:
         # Numbers of cells prove nothing, since some are stored in the file; a live slider is never stored.
         is_under_way = self.page.locator(".jp-OutputArea-output .widget-slider").count() > 0
         prompts = self.page.locator(".jp-CodeCell .jp-InputPrompt").all_text_contents()
-        is_done = is_under_way and self.server.is_idle(self.notebook) and not any("*" in prompt for prompt in prompts)
+        is_done = is_under_way and self.is_idle and not any("*" in prompt for prompt in prompts)
         return is_done or bool(self._errors())
+
+    @property
+    def is_idle(self) -> bool:
+        return self.server.is_idle(self.notebook)
 
     def _errors(self) -> list[str]:
         return self.page.locator('.jp-OutputArea-output [data-mime-type="application/vnd.jupyter.error"]').all_text_contents()
@@ -182,15 +186,15 @@ class OpenNotebook:
     def explorer(self, slider: str) -> "OpenExplorer":
         """The explorer that has a slider of this description."""
         area = self.page.locator(".jp-OutputArea-output").filter(has=self.page.locator(".widget-slider .widget-label", has_text=slider))
-        return OpenExplorer(self.page, area.first, slider)
+        return OpenExplorer(self, area.first, slider)
 
 
 class OpenExplorer:
     """One explorer on the page, and the slider to move."""
 
-    def __init__(self, page: Page, area: Locator, slider: str):
-        self.page, self.area = page, area
-        self.slider = area.locator(".widget-slider").filter(has=page.locator(".widget-label", has_text=slider)).first
+    def __init__(self, notebook: OpenNotebook, area: Locator, slider: str):
+        self.notebook, self.page, self.area = notebook, notebook.page, area
+        self.slider = area.locator(".widget-slider").filter(has=self.page.locator(".widget-label", has_text=slider)).first
         self.slider.scroll_into_view_if_needed()
 
     @property
@@ -243,10 +247,14 @@ class OpenExplorer:
         wait_until(self._is_still, REACT_S, "sentence and picture come to rest")
         return self.caption, self.picture()
 
+    def wait_for_words(self, words: str) -> None:
+        wait_until(lambda: words in self.caption, REACT_S, f"the sentence says {words!r}")
+
     def _is_still(self) -> bool:
+        """Nothing changes for a second and the kernel has nothing to do: a hand that moved far is answered several times."""
         caption, picture = self.caption, self.picture()
-        time.sleep(0.3)
-        return (caption, picture) == (self.caption, self.picture())
+        time.sleep(1.0)
+        return self.notebook.is_idle and (caption, picture) == (self.caption, self.picture())
 
     def save_screenshot(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -78,8 +78,10 @@ def test_all_explorers_follow_the_hand_in_the_dark_theme(opened: dict[str, OpenN
         after = explorer.drag(0.9)
         assert before[0] != after[0] and before[1] != after[1]
         if slider == "length spread":
-            chosen, stopped = explorer.choose("policy", "static"), explorer.click("step backward")
-            assert "Shown: static" in chosen[0] and "1 run and 0 wait" in stopped[0]
+            explorer.choose("policy", "static")
+            explorer.wait_for_words("Shown: static")
+            explorer.click("step backward")
+            explorer.wait_for_words("1 run and 0 wait")
         explorer.save_screenshot(screenshots / f"dark-{slider.replace(' ', '-')}.png")
     assert notebook.complaints == [] and notebook.outside_requests == []
 

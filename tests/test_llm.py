@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minserve import LLM, EngineConfig, SamplingParams
+from minserve.core.policies import StaticBatches, TimeoutBatches
 from minserve.core.request import FinishReason, InvalidRequest, RequestTooLong
 from minserve.model.sizing import PoolTooSmall
 from tests.tiny_model import save_tiny_model
@@ -387,3 +388,14 @@ def test_reset_trace_starts_a_new_one(llm: LLM) -> None:
     assert len(old.steps) > 0 and len(llm.trace.steps) == 0
     ids_of(llm)
     assert llm.trace.summary().num_requests == len(PROMPTS)
+
+
+def test_batches_of_any_policy_give_the_same_tokens_and_a_lonely_request_does_not_wait_for_ever(tiny_dir: Path, llm: LLM) -> None:
+    expected = ids_of(llm, max_tokens=5)
+    for policy in (StaticBatches(2), TimeoutBatches(8, wait_s=0.05)):
+        with make_llm(tiny_dir, policy=policy) as batched:
+            assert ids_of(batched, max_tokens=5) == expected
+            assert batched.generate("alone", max_tokens=2, progress=False)[0].metrics.queue_s is not None
+            waited_s = [record.queue_s for record in batched.trace.requests.values()]
+            if isinstance(policy, TimeoutBatches):
+                assert min(s for s in waited_s if s is not None) >= 0.05  # nobody made the batch full

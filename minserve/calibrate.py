@@ -42,7 +42,7 @@ from minserve.sim.workload import Arrivals, Lengths, all_at_once, exact, make_wo
 
 ROWS = (1, 2, 16, 32, 64, 128, 256, 512)  # of the timed products
 FEW_ROWS = 16  # with less, a product takes as long as its weights need to be read
-POISSON_RATE_PER_S = 1.5  # of the open version of `mixed`: about two thirds of what this project's own machine can serve
+POISSON_RATE_PER_S = 1.5  # of the open version of `mixed`: about half of what two Zen 4 cores can serve
 
 # --- what can be measured alone -------------------------------------------------------------------
 

@@ -30,9 +30,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from minserve.core.batch import ScheduledBatch, ScheduledRequest
+from minserve.core.batch import ScheduledRequest
 from minserve.sim.devices import DeviceSpec
 from minserve.sim.shapes import BITS, ModelShape, bits_of
+
+RESERVE_BYTES = 3e9  # kept for activations and the runtime; see planner.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +175,12 @@ class CostModel:
                 one = row_work(start, count, window=window)
                 window_context += one.num_window_tokens
                 window_pairs += one.num_window_pairs
-        saved, shared_pairs = _shared_prefixes(rows) if self.device.shares_prefix_reads else (0, 0)
+        # A window ends inside a prefix, in another place for each request: then nothing is shared (as in model/attention.py).
+        saved, shared_pairs = _shared_prefixes(rows) if self.device.shares_prefix_reads and window is None else (0, 0)
         context -= saved
         if window is None:
             window_context, window_pairs = context, pairs
         return Work(num_tokens, len(rows), num_samples, context, pairs, window_context, window_pairs, num_chunks, shared_pairs)
-
-    def batch_cost(self, batch: ScheduledBatch) -> Cost:
-        return self.of(self.work(batch.rows))
 
     def of(self, work: Work) -> Cost:
         """FLOPs, bytes and seconds of a step. A step without tokens costs its overhead only."""
@@ -256,14 +256,24 @@ class CostModel:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def pool_blocks(self, block_size: int, memory_fraction: float = 0.9, reserve_bytes: float = 3e9) -> int:
+    @property
+    def stored_weight_bytes(self) -> float:
+        """Weights that each device holds: all, and a copy of the embedding where a tied output layer is laid out anew."""
+        copies = self.shape.num_embedding_parameters if self.device.packs_weights and self.shape.tied_embeddings else 0
+        return self.weight_bytes + copies * max(16, BITS[self.weights]) / 8 / self.num_devices  # it is not quantized
+
+    def kv_bytes_left(self, memory_fraction: float = 0.9, reserve_bytes: float = RESERVE_BYTES) -> float:
+        """Bytes for keys and values on each device; below zero if not even the weights fit."""
+        return self.device.memory_bytes * memory_fraction - self.stored_weight_bytes - reserve_bytes
+
+    def pool_blocks(self, block_size: int, memory_fraction: float = 0.9, reserve_bytes: float = RESERVE_BYTES) -> int:
         """KV blocks that fit beside weights and a reserve for activations, on every device alike. Raises ValueError if none does."""
-        left = self.device.memory_bytes * memory_fraction - self.weight_bytes - reserve_bytes
+        left = self.kv_bytes_left(memory_fraction, reserve_bytes)
         num_blocks = int(left // (self.kv_bytes_per_token * block_size))
         if num_blocks < 1:
             raise ValueError(
                 f"{self.shape.name} does not fit: {memory_fraction:.0%} of {self.num_devices} x {self.device.memory_bytes / 1e9:.0f} GB, "
-                f"less {self.weight_bytes / 1e9:.1f} GB of {self.weights} weights and {reserve_bytes / 1e9:.1f} GB of activations each, "
+                f"less {self.stored_weight_bytes / 1e9:.1f} GB of {self.weights} weights and {reserve_bytes / 1e9:.1f} GB in reserve, "
                 f"leaves {left / 1e9:.1f} GB for KV"
             )
         return num_blocks

@@ -12,7 +12,7 @@ Left out: blocks stay taken on the sending side while the link is busy; and requ
 
 Invariant: what was received is not computed again (but after a preemption), and a record has the times at which a caller saw the tokens.
 
-Taught in notebook 03 (and, with real processes, in notebook 15).
+Taught in notebook 03 (and, with real processes, in notebook 13).
 """
 
 from collections.abc import Iterable, Sequence

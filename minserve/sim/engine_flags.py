@@ -14,7 +14,7 @@ server of 2026; they were read in documentation and sources, not run here.
 
 Invariant: what an engine has no flag for is said in words, never left out silently.
 
-Taught in notebook 15.
+Taught in notebook 14.
 """
 
 from collections.abc import Mapping

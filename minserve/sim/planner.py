@@ -22,12 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minserve.sim.cost_model import CostModel
+from minserve.sim.cost_model import RESERVE_BYTES, CostModel
 from minserve.sim.devices import DeviceSpec
 from minserve.sim.pace import Pace, largest, most_fed, pace
 from minserve.sim.shapes import BITS, ModelShape
 
-RESERVE_BYTES = 3e9
 RUNTIME_BYTES = 1e9  # the least that is kept for the runtime
 BYTES_PER_LOGIT = 10  # a row of logits in the compute type, in fp32, and sorted for top-p
 CONTEXTS = tuple(1024 * 2**i for i in range(8))  # 1k ... 128k
@@ -38,14 +37,6 @@ class DoesNotFit(ValueError):
 
 
 # --- memory ---------------------------------------------------------------------------------------
-
-
-def stored_weight_bytes(cost: CostModel) -> float:
-    """Weights on each device: all that are read, and a copy of the embedding where a tied output layer is laid out anew."""
-    shape = cost.shape
-    copies = shape.num_embedding_parameters if cost.device.packs_weights and shape.tied_embeddings else 0
-    plain_bits = max(16, BITS[cost.weights])  # embedding and output layer are not quantized
-    return cost.weight_bytes + copies * plain_bits / 8 / cost.num_devices
 
 
 def activation_bytes(cost: CostModel, token_budget: int, num_rows: int) -> float:
@@ -64,11 +55,6 @@ def activation_bytes(cost: CostModel, token_budget: int, num_rows: int) -> float
     return number_bytes * token_budget * (2 * shape.hidden_size + max(attention, mlp)) + BYTES_PER_LOGIT * num_rows * shape.vocab_size
 
 
-def kv_bytes_left(cost: CostModel, memory_fraction: float = 0.9, reserve_bytes: float = RESERVE_BYTES) -> float:
-    """Bytes for keys and values on each device; below zero if not even the weights fit."""
-    return cost.device.memory_bytes * memory_fraction - stored_weight_bytes(cost) - reserve_bytes
-
-
 def kv_tokens_that_fit(cost: CostModel, memory_fraction: float = 0.9, reserve_bytes: float = RESERVE_BYTES) -> int:
     """Tokens whose keys and values fit, over all requests; 0 if the weights do not.
 
@@ -77,11 +63,11 @@ def kv_tokens_that_fit(cost: CostModel, memory_fraction: float = 0.9, reserve_by
     >>> kv_tokens_that_fit(CostModel(SHAPES["llama-2-13b"], DEVICES["a100-80gb"]))
     52452
     """
-    return max(0, int(kv_bytes_left(cost, memory_fraction, reserve_bytes) // cost.kv_bytes_per_token))
+    return max(0, int(cost.kv_bytes_left(memory_fraction, reserve_bytes) // cost.kv_bytes_per_token))
 
 
 def blocks_that_fit(cost: CostModel, block_size: int = 16, memory_fraction: float = 0.9, reserve_bytes: float = RESERVE_BYTES) -> int:
-    left = kv_bytes_left(cost, memory_fraction, reserve_bytes)
+    left = cost.kv_bytes_left(memory_fraction, reserve_bytes)
     return max(0, int(left // (cost.kv_bytes_per_token * block_size)))
 
 
@@ -146,7 +132,7 @@ def share_out(
         raise ValueError(f"a reserve of {reserve / 1e9:.2f} GB is too small: the activations alone take {activations / 1e9:.2f} GB")
     return Budget(
         total_bytes=cost.device.memory_bytes,
-        weight_bytes=stored_weight_bytes(cost),
+        weight_bytes=cost.stored_weight_bytes,
         activation_bytes=activations,
         runtime_bytes=reserve - activations,
         block_bytes=cost.kv_bytes_per_token * block_size,

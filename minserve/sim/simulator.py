@@ -14,7 +14,7 @@ from minserve.core.engine import Engine, ModelLimits
 from minserve.core.policies import Policy
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from minserve.core.trace import Trace
-from minserve.sim.cost_model import CostModel
+from minserve.sim.cost_model import RESERVE_BYTES, CostModel
 from minserve.sim.runner import VOCAB_SIZE, PaddedRunner, SimulatedRunner
 from minserve.sim.workload import Workload
 
@@ -26,7 +26,7 @@ def make_engine(
     num_blocks: int | None = None,
     block_size: int = 16,
     memory_fraction: float = 0.9,
-    reserve_bytes: float = 3e9,
+    reserve_bytes: float = RESERVE_BYTES,
     prefix_caching: bool = True,
     token_budget: int = 2048,
     max_running: int = 256,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minserve.core.batch import ScheduledBatch, ScheduledRequest
+from minserve.core.batch import ScheduledRequest
 from minserve.core.request import Request, SamplingParams
 from minserve.sim.cost_model import Cost, CostModel, Work, decode_work, row_work
 from minserve.sim.devices import DEVICES
@@ -126,7 +126,6 @@ def test_the_work_of_a_batch_is_the_sum_of_its_rows(window: int | None):
     rows = [row(0, 20), row(5, 7, samples=False), row(30, 1), row(3, 1)]
     cost = CostModel(replace(SMALL, window=window, num_window_layers=0 if window is None else 1), A100)
     assert cost.work(rows) == total([row_work(r.start, r.num_tokens, r.samples, window) for r in rows])
-    assert cost.batch_cost(ScheduledBatch(0, tuple(rows))) == cost.of(cost.work(rows))
 
 
 def test_decode_work_is_a_row_of_one_token_for_each_request():
@@ -147,6 +146,8 @@ def test_a_device_may_read_a_common_beginning_once():
     assert work.num_context_tokens == 48 + 41 + 34 - 2 * 16
     assert work.num_shared_pairs == 2 * 32  # the queries of two with two blocks; all other pairs are their own
     assert CostModel(SMALL, A100).work(rows).num_shared_pairs == 0
+    windowed = CostModel(replace(SMALL, window=32, num_window_layers=1), device).work(rows)  # it ends inside the prefix
+    assert (windowed.num_context_tokens, windowed.num_shared_pairs) == (48 + 41 + 34, 0)
 
 
 def test_chunks_share_a_beginning_too_but_not_what_they_write():
@@ -248,6 +249,16 @@ def test_few_tokens_visit_few_experts_and_many_visit_all():
     # two tokens: an expert is missed by both with (3/4)^2
     experts = 32 * 8 * mixtral.expert_parameters
     assert read[1] == pytest.approx(2 * (mixtral.num_parameters - table - experts * 9 / 16))
+
+
+def test_the_pool_makes_room_for_a_packed_copy_of_a_tied_table():
+    tied, plain = SHAPES["smollm2-135m"], SHAPES["llama-2-13b"]
+    packing = replace(A100, packs_weights=True)
+    assert CostModel(tied, packing).stored_weight_bytes - tied.weight_bytes() == 2 * tied.num_embedding_parameters
+    assert CostModel(plain, packing).stored_weight_bytes == plain.weight_bytes()
+    one_less = CostModel(tied, A100).kv_bytes_left() - CostModel(tied, packing).kv_bytes_left()
+    assert one_less == 2 * tied.num_embedding_parameters
+    assert CostModel(tied, packing).pool_blocks(16) < CostModel(tied, A100).pool_blocks(16)
 
 
 def test_the_embedding_is_looked_up_and_the_output_layer_read_for_samples_only():
@@ -382,7 +393,7 @@ def test_the_pool_of_a_13b_on_paper():
 
 
 def test_a_model_that_does_not_fit_names_the_numbers():
-    words = r"llama-3.1-70b does not fit: 90% of 1 x 80 GB, less 141.1 GB of bf16 weights and 3.0 GB of activations each, leaves -72.1 GB"
+    words = r"llama-3.1-70b does not fit: 90% of 1 x 80 GB, less 141.1 GB of bf16 weights and 3.0 GB in reserve, leaves -72.1 GB"
     with pytest.raises(ValueError, match=words):
         CostModel(SHAPES["llama-3.1-70b"], A100).pool_blocks(16)
     assert CostModel(SHAPES["llama-3.1-70b"], A100, num_devices=4).pool_blocks(16) > 1000

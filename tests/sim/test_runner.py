@@ -27,7 +27,7 @@ def test_a_row_that_reaches_its_end_gets_a_token_and_no_other_does():
 
 def test_a_step_takes_what_the_cost_model_says():
     batch = ScheduledBatch(0, (row("a", tuple(range(300))), row("b", tuple(range(50)), 49)))
-    assert RUNNER.execute(batch).elapsed_s == RUNNER.cost.batch_cost(batch).seconds > 0.0005
+    assert RUNNER.execute(batch).elapsed_s == RUNNER.cost.of(RUNNER.cost.work(batch.rows)).seconds > 0.0005
 
 
 def test_a_step_without_rows_takes_no_time():

@@ -3,9 +3,10 @@
 Why: the real model and the simulator are exchangeable because each sees a `ScheduledBatch` and answers with a
 `StepResult`, and nothing else passes between them.
 
-Invariant: a row computes the half-open interval [start, start + num_tokens) of its request's tokens, its block
-table covers exactly the tokens [0, start + num_tokens), and a runner writes keys and values before it reads any:
-a row may rely on slots that an earlier row of the same batch writes (a prefix shared by requests that arrive together).
+Invariant: a row computes the half-open interval [start, start + num_tokens) of its request's tokens, its
+block table covers exactly the tokens [0, start + num_tokens), and a runner writes keys and values before it
+reads any: a row may rely on slots that an earlier row of the same batch writes (a prefix shared by requests
+that arrive together).
 
 Taught in notebook 06.
 """
@@ -40,8 +41,8 @@ class ScheduledRequest:
 class ScheduledBatch:
     """What one step computes. Copies (source block, target block) are carried out before anything is written.
 
-    `decisions` says in words why requests start, wait or give way: (request id, words). The two counts of blocks are those
-    of the pool while the step runs: a request that ends with it still holds its blocks.
+    `decisions` says in words why requests start, wait or give way: (request id, words). The two counts of
+    blocks are those of the pool while the step runs: a request that ends with it still holds its blocks.
     """
 
     step: int
@@ -67,7 +68,8 @@ class ScheduledBatch:
 class StepResult:
     """What came of a step: one token for every row that samples, by request id, or an error in its place.
 
-    `elapsed_s` is the time the step is said to take; a virtual clock advances by it, the wall clock ignores it.
+    `elapsed_s` is the time the step is said to take; a virtual clock advances by it, the wall clock ignores
+    it.
     """
 
     token_ids: Mapping[str, int]

@@ -1,8 +1,8 @@
 """Who owns which block of the KV pool: the memory manager of the engine.
 
-Why: keys and values live in fixed-size blocks, so a request takes memory as it grows and leaves no hole when it ends.
-A request's block table lists its blocks in the order of its tokens; slot i of the request is slot i % block_size of
-block table[i // block_size].
+Why: keys and values live in fixed-size blocks, so a request takes memory as it grows and leaves no hole when
+it ends. A request's block table lists its blocks in the order of its tokens; slot i of the request is
+slot i % block_size of block table[i // block_size].
 
 For a request with `computed` tokens that is about to compute up to `end`, the intervals of its slots are
     [0, shared)       filled by somebody else (a prefix hit or a fork), reference taken, never written here
@@ -10,8 +10,8 @@ For a request with `computed` tokens that is about to compute up to `end`, the i
     [computed, end)   to be written in this step, in blocks that only this request owns
     [end, ...)        free room in the last block, never read
 
-Invariant, tested by check(): every block is in exactly one of free (clean), owned (referenced) and idle (cached, no owner),
-and a block's reference count is the number of block tables that list it.
+Invariant, tested by check(): every block is in exactly one of free (clean), owned (referenced) and idle
+(cached, no owner), and a block's reference count is the number of block tables that list it.
 
 Taught in notebook 04.
 """
@@ -63,7 +63,9 @@ class BlockManager:
         hash_block: Callable[[Hashable, Sequence[int]], Hashable] = hash_block,
     ):
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs at least 1 block of 1 slot, got {num_blocks} blocks of {block_size}")
+            raise ValueError(
+                f"a pool needs at least 1 block of 1 slot, got {num_blocks} blocks of {block_size}"
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
@@ -118,7 +120,7 @@ class BlockManager:
     # --- starting: what need not be computed -----------------------------------------------------
 
     def find_prefix(self, request: Request) -> Share:
-        """Cached blocks that begin the request's tokens. At least one token is left to compute: it gives the logits."""
+        """Cached blocks that begin the request's tokens. One at least is left to compute, for its logits."""
         if not self.prefix_caching:
             return Share()
         max_blocks = (request.num_tokens - 1) // self.block_size
@@ -126,7 +128,7 @@ class BlockManager:
         return Share(tuple(b.block_id for b in chain), tuple(chain), len(chain) * self.block_size)
 
     def find_fork(self, parent: Request, num_tokens: int) -> Share:
-        """The blocks of a running request that hold its first `num_tokens` tokens, the last one perhaps in part."""
+        """The blocks of a running request that hold its first tokens, the last one perhaps in part."""
         held = self._tables[parent.request_id]
         chain = held.chain[: num_tokens // self.block_size]
         return Share(tuple(held.block_ids[: self.num_blocks_for(num_tokens)]), tuple(chain), num_tokens)
@@ -149,12 +151,15 @@ class BlockManager:
     def grow(self, request: Request, end: int) -> tuple[int, int] | None:
         """Own every block that the slots [num_computed_tokens, end) fall into.
 
-        Returns (source, target) where the first of them was shared and has to be copied before it is written. Raises
-        OutOfBlocks, with nothing changed, when too few blocks are free.
+        Returns (source, target) where the first of them was shared and has to be copied before it is written.
+        Raises OutOfBlocks, with nothing changed, when too few blocks are free.
         """
         num_new = self.num_new_blocks(request, end)
         if num_new > self.num_free_blocks:
-            raise OutOfBlocks(f"{request.request_id} needs {num_new} blocks, {self.num_free_blocks} of {self.num_blocks} are free")
+            raise OutOfBlocks(
+                f"{request.request_id} needs {num_new} blocks, "
+                f"{self.num_free_blocks} of {self.num_blocks} are free"
+            )
         held = self._tables[request.request_id].block_ids
         copy = None
         shared = self._shared_write(request, held)
@@ -167,7 +172,7 @@ class BlockManager:
         return copy
 
     def commit(self, request: Request, end: int) -> None:
-        """Make the request's full blocks up to `end` findable. Called when nothing can take the request out of its step."""
+        """Make the full blocks up to `end` findable: nothing can take the request out of its step now."""
         if not self.prefix_caching:
             return
         held = self._tables[request.request_id]
@@ -185,11 +190,11 @@ class BlockManager:
     # --- ending ----------------------------------------------------------------------------------
 
     def release(self, request: Request) -> None:
-        """Drop the request's references, last block first. A request that holds nothing is fine: nothing happens."""
+        """Drop the request's references, last block first. One that holds nothing is left as it is."""
         held = self._tables.pop(request.request_id, None)
         if held is None:
             return
-        # Given up in the middle of a step: what the step was to fill has a name already, and may never be filled.
+        # Given up in the middle of a step: what the step was to fill has a name, and may never be filled.
         for block_id in held.block_ids[request.num_computed_tokens // self.block_size :]:
             self.cache.forget(block_id)
         for block_id in reversed(held.block_ids):
@@ -211,10 +216,12 @@ class BlockManager:
     def flush_cache(self) -> int:
         """Forget everything cached, as after new weights. Returns how many blocks were forgotten.
 
-        Raises RuntimeError, with nothing changed, while requests hold blocks: theirs were computed with the old weights too.
+        Raises RuntimeError, with nothing changed, while requests hold blocks: theirs were computed with the
+        old weights too.
         """
         if self.num_used_blocks:
-            raise RuntimeError(f"the cache cannot be flushed while {self.num_used_blocks} of {self.num_blocks} blocks are held by requests")
+            held = f"{self.num_used_blocks} of {self.num_blocks} blocks are held by requests"
+            raise RuntimeError(f"the cache cannot be flushed while {held}")
         num_forgotten = len(self.cache)
         for block_id in self.cache.idle:
             self.cache.forget(block_id)
@@ -228,17 +235,20 @@ class BlockManager:
         """Raise AssertionError, with the numbers, if a block is lost, owned twice or counted wrongly."""
         owners = Counter(block_id for held in self._tables.values() for block_id in held.block_ids)
         free, idle = Counter(self._free), self.cache.idle
-        assert all(count == 1 for count in free.values()), f"free twice: {[b for b, c in free.items() if c > 1]}"
+        twice = [block_id for block_id, count in free.items() if count > 1]
+        assert not twice, f"free twice: {twice}"
         assert not free.keys() & idle.keys(), f"free and idle: {sorted(free.keys() & idle.keys())}"
         assert not owners.keys() & (free.keys() | idle.keys()), (
             f"owned, yet free or idle: {sorted(owners.keys() & (free.keys() | idle.keys()))}"
         )
         total = len(free) + len(idle) + len(owners)
         assert total == self.num_blocks, (
-            f"{len(free)} free + {len(idle)} idle + {len(owners)} owned = {total}, the pool has {self.num_blocks}"
+            f"{len(free)} free + {len(idle)} idle + {len(owners)} owned = {total}, "
+            f"the pool has {self.num_blocks}"
         )
         for block_id in range(self.num_blocks):
             count = self._ref_counts[block_id]
-            assert count == owners[block_id], f"block {block_id}: counted {count} owners, listed by {owners[block_id]}"
-            assert not (block_id in free and self.cache.holds(block_id)), f"clean block {block_id} is in the cache"
-            assert block_id not in idle or self.cache.holds(block_id), f"idle block {block_id} is not in the cache"
+            listed, is_known = owners[block_id], self.cache.holds(block_id)
+            assert count == listed, f"block {block_id}: counted {count} owners, listed by {listed}"
+            assert not (block_id in free and is_known), f"clean block {block_id} is in the cache"
+            assert block_id not in idle or is_known, f"idle block {block_id} is not in the cache"

@@ -1,10 +1,11 @@
 """The loop of serving: schedule, execute, update, record.
 
-Why: the same dozen lines drive the real model and the simulator. The engine is given its runner and its clock and knows
-neither; all that a request needs is in the request, all that a step did is in the trace.
+Why: the same dozen lines drive the real model and the simulator. The engine is given its runner and its clock
+and knows neither; all that a request needs is in the request, all that a step did is in the trace.
 
-Invariant: whatever a caller sends and whatever a step does, the engine goes on: a bad request is refused before it is queued, a
-failed step ends its own requests and returns their blocks, everybody else loses nothing.
+Invariant: whatever a caller sends and whatever a step does, the engine goes on: a bad request is refused
+before it is queued, a failed step ends its own requests and returns their blocks, everybody else loses
+nothing.
 
 Taught in notebooks 00 and 06.
 """
@@ -31,7 +32,10 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the engine must know of a model to refuse what it cannot serve. `max_model_len` bounds prompt + output."""
+    """What the engine must know of a model to refuse what it cannot serve.
+
+    `max_model_len` bounds prompt + output.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -46,10 +50,15 @@ class EngineStalled(RuntimeError):
 
 
 class Engine:
-    """Requests in, tokens out, one step at a time: a scheduler, a runner and a clock, and the trace of what they did."""
+    """Requests in, tokens out, step by step: a scheduler, a runner, a clock and a trace."""
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, clock: WallClock | VirtualClock, limits: ModelLimits, trace: Trace | None = None
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        clock: WallClock | VirtualClock,
+        limits: ModelLimits,
+        trace: Trace | None = None,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -70,9 +79,10 @@ class Engine:
         salt: str = "",
         arrival_s: float | None = None,
     ) -> list[Request]:
-        """Queue a prompt; with n > 1, n requests that share it. Raises InvalidRequest or RequestTooLong, with the numbers.
+        """Queue a prompt; with n > 1, n requests that share it.
 
-        `max_tokens` is a ceiling: prompt + output end at the model's limit, or at what the whole pool can hold.
+        `max_tokens` is a ceiling: prompt + output end at the model's limit, or at what the whole pool can
+        hold. Raises InvalidRequest or RequestTooLong, with the numbers.
         """
         params = params or SamplingParams()
         request_id = request_id if request_id is not None else self._unused_id()
@@ -80,7 +90,9 @@ class Engine:
         try:
             self._refuse_invalid(request_id, prompt_ids, params, priority, salt)
             if not math.isfinite(arrival_s):
-                raise InvalidRequest(f"request {request_id}: arrival_s must be a finite number, got {arrival_s}")
+                raise InvalidRequest(
+                    f"request {request_id}: arrival_s must be a finite number, got {arrival_s}"
+                )
             requests = self._make_requests(request_id, tuple(prompt_ids), params, priority, salt, arrival_s)
             self.scheduler.add(requests)
         except InvalidRequest:
@@ -99,7 +111,13 @@ class Engine:
         return f"R{number}"
 
     def _make_requests(
-        self, request_id: str, prompt_ids: tuple[int, ...], params: SamplingParams, priority: int, salt: str, arrival_s: float
+        self,
+        request_id: str,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        salt: str,
+        arrival_s: float,
     ) -> list[Request]:
         room = self.limits.max_model_len - len(prompt_ids)
         requests: list[Request] = []
@@ -109,7 +127,8 @@ class Engine:
                 prompt_ids=prompt_ids,
                 params=params,
                 max_total_tokens=len(prompt_ids) + min(room, params.max_tokens or room),
-                stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.limits.eos_ids),
+                stop_ids=frozenset(params.stop_token_ids)
+                | (frozenset() if params.ignore_eos else self.limits.eos_ids),
                 priority=priority,
                 arrival_s=arrival_s,
                 order=self._num_arrivals + index,
@@ -122,7 +141,9 @@ class Engine:
             requests.append(request)
         return requests
 
-    def _refuse_invalid(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int, salt: str) -> None:
+    def _refuse_invalid(
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, priority: int, salt: str
+    ) -> None:
         if not isinstance(request_id, str) or not isinstance(salt, str):
             raise InvalidRequest(f"request id and salt must be strings, got {request_id!r} and {salt!r}")
         if not len(prompt_ids):
@@ -130,19 +151,20 @@ class Engine:
         for index, token_id in enumerate(prompt_ids):
             if not _is_int(token_id) or not 0 <= token_id < self.limits.vocab_size:
                 raise InvalidRequest(
-                    f"request {request_id}: prompt token {index} is {token_id!r}, the model knows ids 0 to {self.limits.vocab_size - 1}"
+                    f"request {request_id}: prompt token {index} is {token_id!r}, "
+                    f"the model knows ids 0 to {self.limits.vocab_size - 1}"
                 )
         if not _is_int(priority):
             raise InvalidRequest(f"request {request_id}: priority must be an integer, got {priority!r}")
         num_least = max(1, params.min_tokens)
         if len(prompt_ids) + num_least > self.limits.max_model_len:
             raise RequestTooLong(
-                f"request {request_id}: {len(prompt_ids)} prompt tokens and at least {num_least} output tokens make "
-                f"{len(prompt_ids) + num_least}, max_model_len is {self.limits.max_model_len}"
+                f"request {request_id}: {len(prompt_ids)} prompt tokens and at least {num_least} output "
+                f"tokens make {len(prompt_ids) + num_least}, max_model_len is {self.limits.max_model_len}"
             )
 
     def abort(self, request_id: str) -> bool:
-        """Give up a request and the samples that share its prompt, at any moment. False if no such request is under way."""
+        """Give up a request and the samples that share its prompt, at any moment. False if there is none."""
         requests = self.scheduler.find(request_id)
         for request in requests:
             self.finish(request, FinishReason.ABORT)
@@ -161,7 +183,7 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> StepOutput:
-        """Schedule, execute, update, record. If a step fails, its requests end with the error, and it is raised again."""
+        """Schedule, execute, update, record. A step that fails ends its requests, and its error is raised."""
         start_s = self.clock.now()
         batch = self.scheduler.schedule(start_s)
         try:
@@ -180,11 +202,16 @@ class Engine:
         """When the policy will let somebody start though nobody comes or goes; infinity: never."""
         return self.scheduler.policy.wake_s(self.scheduler.waiting)
 
-    def run(self, arrivals: Iterable[Arrival] = (), then: Callable[[Request, float], Iterable[Arrival]] | None = None) -> list[Request]:
+    def run(
+        self,
+        arrivals: Iterable[Arrival] = (),
+        then: Callable[[Request, float], Iterable[Arrival]] | None = None,
+    ) -> list[Request]:
         """Step until nothing is left. Returns the requests that steps ended, in that order.
 
-        `then(request, now_s)` may answer a request's end with further arrivals: the next question of a chat, the next request
-        of a client who sends one at a time. An arrival that is refused is counted in the trace and left out; those after it still come.
+        `then(request, now_s)` may answer a request's end with further arrivals: the next question of a chat,
+        the next request of a client who sends one at a time. An arrival that is refused is counted in the
+        trace and left out; those after it still come.
         """
         todo = sorted(arrivals, key=_time_of)
         finished: list[Request] = []
@@ -196,8 +223,9 @@ class Engine:
             if self.has_work:
                 ended = self.step().finished
                 finished.extend(ended)
-                for arrival in (arrival for request in ended for arrival in (then(request, self.clock.now()) if then else ())):
-                    insort(todo, arrival, key=_time_of)
+                for request in ended:
+                    for arrival in then(request, self.clock.now()) if then else ():
+                        insort(todo, arrival, key=_time_of)
                 record = self.trace.steps[-1]
                 if record.tokens or record.preempted or not self.has_work:
                     continue
@@ -216,7 +244,8 @@ class Engine:
     def _describe_stall(self) -> str:
         blocks, waiting = self.scheduler.blocks, self.scheduler.waiting
         words = f": {waiting[0].request_id} has {waiting[0].num_tokens} tokens" if waiting else ""
-        return f"{len(waiting)} requests wait and nothing can run ({blocks.num_free_blocks} of {blocks.num_blocks} blocks free{words})"
+        room = f"{blocks.num_free_blocks} of {blocks.num_blocks} blocks free"
+        return f"{len(waiting)} requests wait and nothing can run ({room}{words})"
 
 
 def _time_of(arrival: Arrival) -> float:

@@ -1,12 +1,12 @@
-"""When a request may start, who runs first, and who gives way: the part of the scheduler that is a matter of taste.
+"""When a request may start, who runs first, and who gives way: what is a matter of taste in a scheduler.
 
-A policy orders requests: the scheduler serves the smallest first and, when blocks run out, takes the largest running
-request out. And it opens the door: `candidates` names those of the waiting who may start now. Whether there are tokens and
-blocks for them is the scheduler's business. The order must not change while a request lives, and no two requests may share a
-place in it.
+A policy orders requests: the scheduler serves the smallest first and, when blocks run out, takes the largest
+running request out. And it opens the door: `candidates` names those of the waiting who may start now. Whether
+there are tokens and blocks for them is the scheduler's business. The order must not change while a request
+lives, and no two requests may share a place in it.
 
-The three classic ways of batching are three doors: always open; open when nobody is inside; open when nobody is inside
-and either enough people or the first of them has waited long enough.
+The three classic ways of batching are three doors: always open; open when nobody is inside; open when nobody
+is inside and either enough people or the first of them has waited long enough.
 
 Taught in notebooks 03 and 06 (and, with more policies, in notebook 10).
 """
@@ -25,8 +25,10 @@ class Policy(Protocol):
         """Place in the line: smaller is served earlier and given up later."""
         ...
 
-    def candidates(self, waiting: Sequence[Request], running: Sequence[Request], now_s: float) -> Sequence[Request]:
-        """Those of the waiting (in the policy's order) who may start in this step, in the order in which they are tried."""
+    def candidates(
+        self, waiting: Sequence[Request], running: Sequence[Request], now_s: float
+    ) -> Sequence[Request]:
+        """Those of the waiting (in the policy's order) who may start now, in the order to try them."""
         ...
 
     def wake_s(self, waiting: Sequence[Request]) -> float:
@@ -37,13 +39,16 @@ class Policy(Protocol):
 class FirstComeFirstServed:
     """Continuous batching: the door is always open.
 
-    By priority (lower first), then by arrival. A preempted request keeps its place, so newcomers don't overtake it.
+    By priority (lower first), then by arrival. A preempted request keeps its place, so newcomers don't
+    overtake it.
     """
 
     def order(self, request: Request) -> tuple[float, ...]:
         return (request.priority, request.arrival_s, request.order)
 
-    def candidates(self, waiting: Sequence[Request], running: Sequence[Request], now_s: float) -> Sequence[Request]:
+    def candidates(
+        self, waiting: Sequence[Request], running: Sequence[Request], now_s: float
+    ) -> Sequence[Request]:
         return waiting
 
     def wake_s(self, waiting: Sequence[Request]) -> float:
@@ -51,10 +56,10 @@ class FirstComeFirstServed:
 
 
 class StaticBatches(FirstComeFirstServed):
-    """The next batch starts when the last request of the one before has ended: at most `size` of those who wait then.
+    """The next batch, of at most `size` requests, starts when the last of the one before has ended.
 
-    This is static batching at its kindest: who is done leaves, so no dead row is computed and no memory is held for it. What
-    remains is the empty seats.
+    This is static batching at its kindest: who is done leaves, so no dead row is computed and no memory is
+    held for it. What remains is the empty seats.
     """
 
     def __init__(self, size: int):
@@ -63,7 +68,9 @@ class StaticBatches(FirstComeFirstServed):
         self.size = size
         self._batch: Sequence[Request] = ()
 
-    def candidates(self, waiting: Sequence[Request], running: Sequence[Request], now_s: float) -> Sequence[Request]:
+    def candidates(
+        self, waiting: Sequence[Request], running: Sequence[Request], now_s: float
+    ) -> Sequence[Request]:
         if all(request.is_finished for request in self._batch):
             self._batch = tuple(waiting[: self.size]) if self.is_ready(waiting, now_s) else ()
         # A batch may take several steps to start, and a preempted member comes back into it.
@@ -75,7 +82,7 @@ class StaticBatches(FirstComeFirstServed):
 
 
 class TimeoutBatches(StaticBatches):
-    """Static batches that wait for more: one starts with `size` requests, or when the first has waited `wait_s`, whichever is first."""
+    """Static batches that wait for more: until there are `size`, or the first has waited `wait_s`."""
 
     def __init__(self, size: int, wait_s: float):
         super().__init__(size)

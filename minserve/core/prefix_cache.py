@@ -1,12 +1,13 @@
 """Which full blocks already hold the keys and values of a given beginning of tokens.
 
-Why: requests that start alike (a system prompt, an earlier turn) need not compute the same keys and values twice.
-A full block is named by a chained hash: the hash of the block before it and its own tokens; the first block's
-predecessor is the root, which names everything else that shapes the values (model, KV format, salt).
+Why: requests that start alike (a system prompt, an earlier turn) need not compute the same keys and values
+twice. A full block is named by a chained hash: the hash of the block before it and its own tokens; the first
+block's predecessor is the root, which names everything else that shapes the values (model, KV format, salt).
 
-Invariant: a hit is never taken on the hash alone. The tokens of the block and of every block before it are compared, so a
-collision costs a miss, not a wrong answer. Cached blocks without an owner are idle; the least recently used idle block
-is given up first, and since owners release their last block first, the tail of a chain goes before its head.
+Invariant: a hit is never taken on the hash alone. The tokens of the block and of every block before it are
+compared, so a collision costs a miss, not a wrong answer. Cached blocks without an owner are idle; the least
+recently used idle block is given up first, and since owners release their last block first, the tail of a
+chain goes before its head.
 
 Taught in notebook 07.
 """
@@ -43,7 +44,7 @@ def _same_chain(a: CachedBlock | str, b: CachedBlock | str) -> bool:
 
 
 def hash_block(parent_key: Hashable, tokens: Sequence[int]) -> Hashable:
-    """128 bits over the predecessor's key and the tokens: chance of an accident below 1e-20 for a billion blocks."""
+    """128 bits over the predecessor's key and the tokens: an accident in a billion blocks is below 1e-20."""
     head = parent_key if isinstance(parent_key, bytes) else repr(parent_key).encode()
     return blake2b(head + array("q", tokens).tobytes(), digest_size=16).digest()
 
@@ -51,7 +52,12 @@ def hash_block(parent_key: Hashable, tokens: Sequence[int]) -> Hashable:
 class PrefixCache:
     """Chained block hashes -> block id, and the idle blocks in the order in which they will be given up."""
 
-    def __init__(self, block_size: int, namespace: str = "", hash_block: Callable[[Hashable, Sequence[int]], Hashable] = hash_block):
+    def __init__(
+        self,
+        block_size: int,
+        namespace: str = "",
+        hash_block: Callable[[Hashable, Sequence[int]], Hashable] = hash_block,
+    ):
         self.block_size = block_size
         self.namespace = namespace  # model and KV format: whatever else shapes keys and values
         self.idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -78,8 +84,8 @@ class PrefixCache:
     def register(self, block_id: int, tokens: Sequence[int], parent: CachedBlock | str) -> CachedBlock:
         """Make a full block findable. Returns the block under which this content is known from now on.
 
-        When another block already holds the same content, that one stays the known one: two requests that computed
-        the same tokens at the same time keep a copy each, and only the first copy is found later.
+        When another block already holds the same content, that one stays the known one: two requests that
+        computed the same tokens at the same time keep a copy each, and only the first copy is found later.
         """
         own = tuple(tokens)
         key = self._hash_block(_key(parent), own)

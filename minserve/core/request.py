@@ -1,11 +1,11 @@
 """What a caller asks for, and the one mutable record of how far it has come.
 
 Why: every other part of the engine is a function of a few `Request` objects. There is no prefill phase and no
-decode phase here: a request has `num_tokens` known tokens and `num_computed_tokens` of them have keys and values
-in the cache; each step hands out tokens until the second number catches up with the first.
+decode phase here: a request has `num_tokens` known tokens and `num_computed_tokens` of them have keys and
+values in the cache; each step hands out tokens until the second number catches up with the first.
 
-Invariant: 0 <= num_computed_tokens <= num_tokens, and the last token's keys and values are never needed before
-another token follows, so a request that ends has stored at most num_tokens - 1 of them.
+Invariant: 0 <= num_computed_tokens <= num_tokens, and the last token's keys and values are never needed
+before another token follows, so a request that ends has stored at most num_tokens - 1 of them.
 
 Taught in notebook 06.
 """
@@ -48,10 +48,11 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How to choose tokens and when to stop. The default is greedy: it is reproducible, and our oracle.
 
-    `max_tokens` is a ceiling: the model's and the pool's limit may end a request earlier, with reason "length".
-    `top_k` 0 or -1 and `top_p` 1.0 mean off; `top_p` 0 keeps the best token only. `logprobs` k reports the log
-    probability of each chosen token and of the k best ones, taken from the unscaled softmax before truncation.
-    `stop_token_ids` and the model's end tokens end the text and are not part of it, though they count as output.
+    `max_tokens` is a ceiling: the model's and the pool's limit may end a request earlier, with reason
+    "length". `top_k` 0 or -1 and `top_p` 1.0 mean off; `top_p` 0 keeps the best token only. `logprobs` k
+    reports the log probability of each chosen token and of the k best ones, taken from the unscaled softmax
+    before truncation. `stop_token_ids` and the model's end tokens end the text and are not part of it, though
+    they count as output.
 
     >>> SamplingParams(temperature=-1)
     Traceback (most recent call last):
@@ -146,9 +147,11 @@ def _require_int(name: str, value: Any, least: int) -> None:
 
 def _require_number(name: str, value: Any, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not abs(value) <= sys.float_info.max or not low <= value <= high:  # NaN fails every comparison
+    is_finite = is_number and abs(value) <= sys.float_info.max  # NaN fails every comparison
+    if not is_finite or not low <= value <= high:
         bounds = f" >= {low:g}" if high == math.inf else f" from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} must be a finite number{bounds if low > -math.inf else ''}, got {value!r}")
+        wanted = f"a finite number{bounds if low > -math.inf else ''}"
+        raise InvalidRequest(f"{name} must be {wanted}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +167,9 @@ class TokenLogprob:
 class Request:
     """One stream of tokens on its way through the engine; all progress is in these fields and nowhere else.
 
-    A caller's request with n > 1 becomes n of these: `sample_index` 0 computes the prompt, the others name it as
-    `parent` and fork its blocks. `max_total_tokens` bounds prompt + output (model limit, pool limit, max_tokens).
+    A caller's request with n > 1 becomes n of these: `sample_index` 0 computes the prompt, the others name it
+    as `parent` and fork its blocks. `max_total_tokens` bounds prompt + output (model limit, pool limit,
+    max_tokens).
     """
 
     request_id: str

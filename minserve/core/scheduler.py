@@ -1,12 +1,14 @@
 """Who computes how many tokens in this step, and in which blocks.
 
-Why: there is one rule. Every request has `num_tokens` known tokens and `num_computed_tokens` computed ones; a step hands out
-tokens, within a budget, until the second number reaches the first, and a row that reaches it gives one more token. A long
-prompt cut in chunks, decodes beside prefills, prefix hits and the return of a preempted request all follow from that.
+Why: there is one rule. Every request has `num_tokens` known tokens and `num_computed_tokens` computed ones; a
+step hands out tokens, within a budget, until the second number reaches the first, and a row that reaches it
+gives one more token. A long prompt cut in chunks, decodes beside prefills, prefix hits and the return of a
+preempted request all follow from that.
 
-Order within a step: running requests that lack one token, then running ones that lack more, then waiting ones; so a long
-prompt never holds up those who are already talking. A waiting request is admitted only if all its known tokens fit beside what is
-promised to the running ones, plus a watermark; nobody overtakes the first one that does not fit.
+Order within a step: running requests that lack one token, then running ones that lack more, then waiting
+ones; so a long prompt never holds up those who are already talking. A waiting request is admitted only if all
+its known tokens fit beside what is promised to the running ones, plus a watermark; nobody overtakes the first
+one that does not fit.
 
 Invariant: a request is in exactly one of waiting and running; one that has computed nothing holds no block.
 
@@ -25,8 +27,8 @@ from minserve.core.request import FinishReason, InvalidRequest, Request, Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """`token_budget` tokens a step at most, `max_running` requests at once, `watermark_blocks` kept free at admission,
-    and, where given, no more than `max_chunk_tokens` of one request in a step."""
+    """`token_budget` tokens a step at most, `max_running` requests at once, `watermark_blocks` kept free at
+    admission, and, where given, no more than `max_chunk_tokens` of one request in a step."""
 
     token_budget: int = 512
     max_running: int = 64
@@ -34,7 +36,12 @@ class SchedulerConfig:
     max_chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("token_budget", 1), ("max_running", 1), ("watermark_blocks", 0), ("max_chunk_tokens", 1)):
+        for name, least in (
+            ("token_budget", 1),
+            ("max_running", 1),
+            ("watermark_blocks", 0),
+            ("max_chunk_tokens", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -59,6 +66,9 @@ class _Plan:
     decisions: list[tuple[str, str]] = field(default_factory=list)
     num_hit_tokens: int = 0
 
+    def note(self, request: Request, words: str) -> None:
+        self.decisions.append((request.request_id, words))
+
     def drop(self, request: Request) -> None:
         row = self.rows.pop(request.request_id, None)
         self.budget += row.num_tokens if row else 0
@@ -66,7 +76,7 @@ class _Plan:
 
 
 class Scheduler:
-    """The two queues, and the one place that moves requests between them. It is given its blocks and its policy."""
+    """The two queues, and the one place that moves requests between them."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, policy: Policy | None = None):
         self.config = config
@@ -74,13 +84,18 @@ class Scheduler:
         self.policy = policy or FirstComeFirstServed()
         self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []
-        self._families: dict[str, list[Request]] = {}  # id -> the unfinished request of that id, and those that fork from it
+        self._families: dict[
+            str, list[Request]
+        ] = {}  # id -> the unfinished request of that id, and those that fork from it
         self._num_steps = 0
 
     # --- coming and going ------------------------------------------------------------------------
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue a request and the samples that fork from it, all or none. Raises RequestTooLong or InvalidRequest."""
+        """Queue a request and the samples that fork from it, all or none.
+
+        Raises RequestTooLong or InvalidRequest.
+        """
         for request in requests:
             self._refuse_impossible(request)
         for request in requests:
@@ -96,11 +111,11 @@ class Scheduler:
     def _refuse_impossible(self, request: Request) -> None:
         num_least = request.num_prompt_tokens + max(1, request.params.min_tokens)
         if num_least > self._most_tokens:
-            blocks = self.blocks
+            blocks, num_output_tokens = self.blocks, num_least - request.num_prompt_tokens
             raise RequestTooLong(
-                f"request {request.request_id}: {request.num_prompt_tokens} prompt tokens and at least {max(1, request.params.min_tokens)} "
-                f"output tokens need {blocks.num_blocks_for(num_least - 1)} blocks of {blocks.block_size}, the whole pool has "
-                f"{blocks.num_blocks} ({blocks.num_slots} tokens)"
+                f"request {request.request_id}: {request.num_prompt_tokens} prompt tokens and at least "
+                f"{num_output_tokens} output tokens need {blocks.num_blocks_for(num_least - 1)} blocks of "
+                f"{blocks.block_size}, the whole pool has {blocks.num_blocks} ({blocks.num_slots} tokens)"
             )
         if self.find(request.request_id):
             raise InvalidRequest(f"request id {request.request_id!r} is already in use")
@@ -149,7 +164,8 @@ class Scheduler:
 
     def _continue_running(self, plan: _Plan) -> None:
         for request in sorted(self.running, key=lambda r: (r.num_missing_tokens > 1, self.policy.order(r))):
-            if request.status is RequestStatus.RUNNING and plan.budget > 0:  # not taken out earlier in this loop
+            was_taken_out = request.status is not RequestStatus.RUNNING  # earlier in this loop
+            if plan.budget > 0 and not was_taken_out:
                 num_tokens = self._share_of_budget(request, plan)
                 if self._make_room(request, request.num_computed_tokens + num_tokens, plan):
                     self._place(request, num_tokens, plan)
@@ -158,22 +174,21 @@ class Scheduler:
         return min(request.num_missing_tokens, plan.budget, self.config.max_chunk_tokens or plan.budget)
 
     def _make_room(self, request: Request, end: int, plan: _Plan) -> bool:
-        """Take out the last running requests until the blocks suffice. False if the request itself had to go."""
+        """Take out the last running requests until the blocks suffice. False if it had to go itself."""
         while (needed := self.blocks.num_new_blocks(request, end)) > self.blocks.num_free_blocks:
             victim = max(self.running, key=self.policy.order)
             num_free = self.blocks.num_free_blocks
             plan.drop(victim)
             self.preempt(victim)
             plan.preempted.append(victim.request_id)
-            plan.decisions.append(
-                (victim.request_id, f"is preempted: {request.request_id} needs {needed} block{'s'[: needed > 1]}, {num_free} free")
-            )
+            room = f"{needed} block{'s'[: needed > 1]}, {num_free} free"
+            plan.note(victim, f"is preempted: {request.request_id} needs {room}")
             if victim is request:
                 return False
         return True
 
     def preempt(self, request: Request) -> None:
-        """Back to the queue with its tokens but without its blocks: what it had computed is computed again later."""
+        """Back to the queue with its tokens but without its blocks: all of it is computed again later."""
         self.running.remove(request)
         self.blocks.release(request)
         request.num_computed_tokens = 0
@@ -186,8 +201,9 @@ class Scheduler:
         copy = self.blocks.grow(request, end)
         if copy is not None:
             plan.copies[request.request_id] = copy
-        table = self.blocks.table(request)  # it covers [0, end) and no more: nobody holds blocks for later steps
-        plan.rows[request.request_id] = ScheduledRequest(request, start, num_tokens, table, samples=end == request.num_tokens)
+        table = self.blocks.table(request)  # covers [0, end) and no more: nobody holds blocks for later steps
+        samples = end == request.num_tokens
+        plan.rows[request.request_id] = ScheduledRequest(request, start, num_tokens, table, samples)
         plan.budget -= num_tokens
 
     # --- admission -------------------------------------------------------------------------------
@@ -195,24 +211,31 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan, now_s: float) -> None:
         candidates = tuple(self.policy.candidates(self.waiting, self.running, now_s))
         if self.waiting and not candidates:
-            plan.decisions.append((self.waiting[0].request_id, "waits: the policy lets nobody start now"))
-        promised = sum(self.blocks.num_blocks_for(r.num_tokens) - self.blocks.num_held_blocks(r) for r in self.running)
+            plan.note(self.waiting[0], "waits: the policy lets nobody start now")
+        promised = sum(map(self._num_promised, self.running))
         for request in candidates:
             if self._rides_on_parent(request):
-                plan.decisions.append((request.request_id, f"waits: {request.parent and request.parent.request_id} computes its prompt"))
+                plan.note(
+                    request, f"waits: {request.parent and request.parent.request_id} computes its prompt"
+                )
                 continue
             refusal, share = self._judge(request, promised, plan)
             if refusal:
-                plan.decisions.append((request.request_id, f"waits: {refusal}"))
+                plan.note(request, f"waits: {refusal}")
                 return
             self._admit(request, share, plan)
-            # what it has not been given yet stays promised to it
-            promised += self.blocks.num_blocks_for(request.num_tokens) - self.blocks.num_held_blocks(request)
+            promised += self._num_promised(request)
+
+    def _num_promised(self, request: Request) -> int:
+        """Blocks that a running request has not been given yet and will need for the tokens it has."""
+        return self.blocks.num_blocks_for(request.num_tokens) - self.blocks.num_held_blocks(request)
 
     def _rides_on_parent(self, request: Request) -> bool:
         """True while the sibling whose blocks this one will fork is still computing their common prompt."""
         parent = request.parent
-        return parent is not None and not parent.is_finished and parent.num_computed_tokens < request.num_prompt_tokens - 1
+        if parent is None or parent.is_finished:
+            return False
+        return parent.num_computed_tokens < request.num_prompt_tokens - 1
 
     def _judge(self, request: Request, promised: int, plan: _Plan) -> tuple[str | None, Share]:
         """Why the request must wait (None: it need not), and the blocks that it need not compute."""
@@ -221,8 +244,8 @@ class Scheduler:
         if plan.budget == 0:
             return f"the step's {self.config.token_budget} tokens are given out", Share()
         share = self._find_share(request)
-        # Shared blocks that are idle now stop being free when taken: they are hits, not room. A partly filled shared
-        # block will be copied, which takes one more.
+        # Shared blocks that are idle now stop being free when taken: they are hits, not room. A partly filled
+        # shared block will be copied, which takes one more.
         full = share.num_tokens // self.blocks.block_size
         needed = self.blocks.num_blocks_for(request.num_tokens) - full
         free = self.blocks.num_free_blocks - self.blocks.num_idle_of(share) - promised
@@ -235,7 +258,8 @@ class Scheduler:
 
     def _find_share(self, request: Request) -> Share:
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
-        if parent is not None and parent.status is RequestStatus.RUNNING and request.num_output_tokens == 0 and num_tokens > 0:
+        is_fresh = request.num_output_tokens == 0 and num_tokens > 0
+        if parent is not None and parent.status is RequestStatus.RUNNING and is_fresh:
             return self.blocks.find_fork(parent, num_tokens)
         return self.blocks.find_prefix(request)
 
@@ -252,17 +276,19 @@ class Scheduler:
         self.blocks.commit(request, request.num_computed_tokens + num_tokens)
         verb = "resumes" if request.num_preemptions else "starts"
         cached = f", {share.num_tokens} cached" if share.num_tokens else ""
-        plan.decisions.append((request.request_id, f"{verb}: {num_tokens} of {request.num_tokens} tokens{cached}"))
+        plan.note(request, f"{verb}: {num_tokens} of {request.num_tokens} tokens{cached}")
 
     # --- after the step --------------------------------------------------------------------------
 
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
-        """Apply a step's result: count what was computed, append tokens, end what is done, free its blocks."""
+        """Apply a step's result: count what was computed, append tokens, end what is done."""
         tokens: list[tuple[Request, int]] = []
         finished: list[Request] = []
         for row in batch.rows:
             request = row.request
-            if request.status is not RequestStatus.RUNNING:  # aborted or taken out while the step was under way
+            if (
+                request.status is not RequestStatus.RUNNING
+            ):  # aborted or taken out while the step was under way
                 continue
             request.num_computed_tokens = row.end
             if request.request_id in result.errors:
@@ -285,26 +311,37 @@ class Scheduler:
             self.finish(request, FinishReason.LENGTH)
 
     def fail(self, batch: ScheduledBatch, error: str) -> StepOutput:
-        """The step came to nothing: its requests end with an error, and none of the blocks they filled is trusted."""
+        """The step came to nothing: its requests end with an error, and no block they filled is trusted."""
         failed = tuple(row.request for row in batch.rows if not row.request.is_finished)
         for request in failed:
             self.finish(request, FinishReason.ERROR, error)
         return StepOutput(finished=failed)
 
     def check(self) -> None:
-        """The conservation laws of blocks and queues; raises AssertionError with the numbers. For tests, after any step."""
+        """The conservation laws of blocks and queues. Raises AssertionError, with the numbers."""
         self.blocks.check()
         waiting, running = {r.request_id for r in self.waiting}, {r.request_id for r in self.running}
         assert not waiting & running, f"in both queues: {sorted(waiting & running)}"
-        assert len(waiting) == len(self.waiting) and len(running) == len(self.running), "a request is queued twice"
+        assert len(waiting) == len(self.waiting) and len(running) == len(self.running), (
+            "a request is queued twice"
+        )
         assert self.waiting == sorted(self.waiting, key=self.policy.order), "the waiting line is out of order"
         for request in self.waiting:
             held = self.blocks.num_held_blocks(request)
-            assert held == 0 and request.num_computed_tokens == 0, f"{request.request_id} waits and holds {held} blocks"
+            assert held == 0 and request.num_computed_tokens == 0, (
+                f"{request.request_id} waits and holds {held} blocks"
+            )
         for request in self.running:
-            held, needed = self.blocks.num_held_blocks(request), self.blocks.num_blocks_for(request.num_computed_tokens)
-            assert held == needed, f"{request.request_id} has computed {request.num_computed_tokens} tokens and holds {held} blocks"
-        assert self.running or self.blocks.num_used_blocks == 0, f"nothing runs, yet {self.blocks.num_used_blocks} blocks are held"
+            held, needed = (
+                self.blocks.num_held_blocks(request),
+                self.blocks.num_blocks_for(request.num_computed_tokens),
+            )
+            assert held == needed, (
+                f"{request.request_id} has computed {request.num_computed_tokens} tokens, holds {held} blocks"
+            )
+        assert self.running or self.blocks.num_used_blocks == 0, (
+            f"nothing runs, yet {self.blocks.num_used_blocks} blocks are held"
+        )
         queued = {name for request in (*self.waiting, *self.running) for name in _family_names(request)}
         assert queued == self._families.keys(), f"queued: {sorted(queued)}, known: {sorted(self._families)}"
 

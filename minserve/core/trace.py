@@ -1,11 +1,12 @@
 """What happened, as plain records; every metric, picture and export is a pure function of them.
 
-Why: the engine appends one `StepRecord` a step and fills one `RequestRecord` a request, and knows nothing of who will read
-them. A picture of the simulator and one of the real engine are drawn by the same code.
+Why: the engine appends one `StepRecord` a step and fills one `RequestRecord` a request, and knows nothing of
+who will read them. A picture of the simulator and one of the real engine are drawn by the same code.
 
-Metrics follow vLLM's definitions: TTFT = first token - arrival; ITL = each gap between tokens; TPOT = (last - first token) /
-(tokens - 1), undefined for a single token; goodput = requests that meet every given limit, per second. Times are
-differences of time stamps, never sums of step costs, so waiting and recomputation are in them.
+Metrics follow vLLM's definitions: TTFT = first token - arrival; ITL = each gap between tokens; TPOT = (last -
+first token) / (tokens - 1), undefined for a single token; goodput = requests that meet every given limit, per
+second. Times are differences of time stamps, never sums of step costs, so waiting and recomputation are in
+them.
 
 Taught in notebooks 00 and 06.
 """
@@ -25,7 +26,8 @@ from minserve.core.scheduler import Scheduler, StepOutput
 class StepRecord:
     """One step: who computed which tokens, and when (seconds of the engine's clock).
 
-    Blocks are counted while the step runs, so that those of a request which ends with it are in the peak; the queues after it.
+    Blocks are counted while the step runs, so that those of a request which ends with it are in the peak; the
+    queues after it.
     """
 
     step: int
@@ -106,7 +108,7 @@ class RequestRecord:
 
 
 class Trace:
-    """The records of a run. With `max_records`, the oldest steps, decisions and ended requests make room for new ones."""
+    """The records of a run. With `max_records`, the oldest of each kind make room for new ones."""
 
     def __init__(self, max_records: int | None = None):
         if max_records is not None and max_records < 1:
@@ -120,12 +122,18 @@ class Trace:
     # --- writing: called by the engine ------------------------------------------------------------
 
     def arrive(self, request: Request) -> None:
-        self.requests[request.request_id] = RequestRecord(request.request_id, request.arrival_s, request.num_prompt_tokens)
+        self.requests[request.request_id] = RequestRecord(
+            request.request_id, request.arrival_s, request.num_prompt_tokens
+        )
 
-    def step(self, batch: ScheduledBatch, output: StepOutput, scheduler: Scheduler, start_s: float, end_s: float) -> None:
+    def step(
+        self, batch: ScheduledBatch, output: StepOutput, scheduler: Scheduler, start_s: float, end_s: float
+    ) -> None:
         self._note_decisions(batch, start_s)
         for row in batch.rows:
-            record = self.requests.get(row.request.request_id)  # None: aborted during the step, and no longer kept
+            record = self.requests.get(
+                row.request.request_id
+            )  # None: aborted during the step, and no longer kept
             if record is not None and record.scheduled_s is None:
                 record.scheduled_s, record.num_cached_tokens = start_s, row.request.num_cached_tokens
         for request, _ in output.tokens:
@@ -159,7 +167,9 @@ class Trace:
                 self.decisions.append(Decision(batch.step, now_s, request_id, words))
         for request_id in batch.preempted_ids:
             record = self.requests.get(request_id)
-            if record is not None and record.finished_s is None:  # one aborted during the step has its final count
+            if (
+                record is not None and record.finished_s is None
+            ):  # one aborted during the step has its final count
                 record.num_preemptions += 1
 
     def finish(self, request: Request, now_s: float) -> None:
@@ -296,11 +306,19 @@ def goodput(
     """
 
     def meets(record: RequestRecord) -> bool:
-        if record.ttft_s is None or record.latency_s is None or record.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        if (
+            record.ttft_s is None
+            or record.latency_s is None
+            or record.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
+        ):
             return False
         return all(
             limit is None or value <= limit
-            for value, limit in ((record.ttft_s, ttft_s), (record.tpot_s or 0.0, tpot_s), (record.latency_s, latency_s))
+            for value, limit in (
+                (record.ttft_s, ttft_s),
+                (record.tpot_s or 0.0, tpot_s),
+                (record.latency_s, latency_s),
+            )
         )
 
     if wall_s <= 0:
@@ -312,7 +330,8 @@ def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
     """Chrome trace events: a slice per request and step, counters per step; times in microseconds."""
     tracks = {request_id: number for number, request_id in enumerate(trace.requests, start=1)}
     events: list[dict[str, Any]] = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": request_id}} for request_id, tid in tracks.items()
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": request_id}}
+        for request_id, tid in tracks.items()
     ]
     for step in trace.steps:
         start_us, elapsed_us = step.start_s * 1e6, step.elapsed_s * 1e6
@@ -320,7 +339,17 @@ def perfetto_events(trace: Trace) -> list[dict[str, Any]]:
             args = {"step": step.step, "start": start, "tokens": count}
             name = f"{count} token{'s'[: count > 1]}"
             tid = tracks.get(request_id, 0)
-            events.append({"ph": "X", "name": name, "pid": 1, "tid": tid, "ts": start_us, "dur": elapsed_us, "args": args})
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "pid": 1,
+                    "tid": tid,
+                    "ts": start_us,
+                    "dur": elapsed_us,
+                    "args": args,
+                }
+            )
         blocks = {"used": step.num_used_blocks, "idle": step.num_idle_blocks}
         queues = {"running": step.num_running, "waiting": step.num_waiting}
         events.append({"ph": "C", "name": "KV blocks", "pid": 1, "ts": start_us, "args": blocks})

@@ -26,8 +26,8 @@ import torch
 from minserve.bench import load_workload
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.engine import Arrival, Engine, Runner
+from minserve.core.metrics import Summary
 from minserve.core.request import InvalidRequest
-from minserve.core.trace import Summary
 from minserve.llm import LLM
 from minserve.model.decoder import Decoder
 from minserve.model.kv_cache import FORMATS

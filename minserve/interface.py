@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+from minserve.core.records import RequestRecord
 from minserve.core.request import InvalidRequest, SamplingParams, TokenLogprob
-from minserve.core.trace import RequestRecord
 
 Prompt: TypeAlias = str | Sequence[int]
 
@@ -36,8 +36,10 @@ class EngineConfig:
     max_running: int = 64
     max_chunk_tokens: int | None = None
     watermark: float = 0.01  # share of the pool that stays free when a request is admitted
+    reserve_whole_answers: bool = False  # a request starts when its longest answer fits: nobody is preempted, more wait
     prefix_caching: bool = True
     max_trace_records: int | None = 100_000
+    keep_snapshots: bool = False  # in the trace, a copy of queues and block tables a step: for replays, not for servers
 
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> "EngineConfig":

@@ -25,9 +25,10 @@ from minserve.core.block_manager import BlockManager
 from minserve.core.clock import WallClock
 from minserve.core.engine import Engine, ModelLimits
 from minserve.core.policies import Policy
+from minserve.core.records import RequestRecord
 from minserve.core.request import FinishReason, InvalidRequest, Request, SamplingParams
 from minserve.core.scheduler import Scheduler, SchedulerConfig
-from minserve.core.trace import RequestRecord, Trace
+from minserve.core.trace import Trace
 from minserve.interface import Completion, EngineConfig, Prompt, RequestOutput, as_list, as_params
 from minserve.model import zoo
 from minserve.model.config import ModelConfig
@@ -84,7 +85,7 @@ class LLM:
         cache = KVCache(decoder.config, self.pool.num_blocks, config.block_size, self.pool.kv_format, device)
         self._runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
         limits = ModelLimits(self.pool.max_model_len, decoder.config.vocab_size, self.tokenizer.eos_ids)
-        self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), limits, Trace(config.max_trace_records))
+        self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), limits, self._new_trace())
         self._live: dict[str, _Live] = {}
         self._lock = threading.RLock()
         self._is_closed = False
@@ -104,6 +105,7 @@ class LLM:
             max_running=config.max_running,
             watermark_blocks=int(config.watermark * pool.num_blocks),
             max_chunk_tokens=config.max_chunk_tokens,
+            reserve_whole_answers=config.reserve_whole_answers,
         )
         return Scheduler(settings, blocks, policy)
 
@@ -124,8 +126,11 @@ class LLM:
         """Start a new trace, and return the one so far. Raises RuntimeError while requests are under way."""
         with self._lock:
             self._refuse_when_busy("start a new trace")
-            old, self.engine.trace = self.engine.trace, Trace(self.config.max_trace_records)
+            old, self.engine.trace = self.engine.trace, self._new_trace()
             return old
+
+    def _new_trace(self) -> Trace:
+        return Trace(self.config.max_trace_records, self.config.keep_snapshots)
 
     # --- serving ----------------------------------------------------------------------------------
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from minserve.core.engine import Engine
+from minserve.core.metrics import goodput
 from minserve.core.policies import FirstComeFirstServed, Policy, StaticBatches, TimeoutBatches
+from minserve.core.records import RequestRecord
 from minserve.core.report import compare, table
-from minserve.core.trace import RequestRecord, Trace, goodput
+from minserve.core.trace import Trace
 from minserve.sim import simulator
 from minserve.sim.cost_model import CostModel
 from minserve.sim.devices import load_device
@@ -41,6 +43,7 @@ class Settings:
     block_size: int = 16
     memory_fraction: float = 0.9
     prefix_caching: bool = True
+    reserve_whole_answers: bool = False
     disaggregate: str | None = None  # devices for prompts : devices for answers
     link_gb_s: float = 25.0
     # the load
@@ -164,6 +167,7 @@ def _engine_options(settings: Settings) -> dict[str, Any]:
         "block_size": settings.block_size,
         "memory_fraction": settings.memory_fraction,
         "prefix_caching": settings.prefix_caching,
+        "reserve_whole_answers": settings.reserve_whole_answers,
         "token_budget": settings.token_budget,
         "max_running": settings.batch_size or DEFAULT_SIZES["continuous"],
     }

@@ -11,8 +11,8 @@ import pytest
 from minserve import calibrate
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.engine import Arrival
+from minserve.core.metrics import Summary
 from minserve.core.request import InvalidRequest
-from minserve.core.trace import Summary
 from minserve.llm import LLM
 from minserve.sim.devices import DeviceSpec, load_device
 from minserve.sim.workload import exact

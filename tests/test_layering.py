@@ -29,7 +29,22 @@ ROOMS = (
     "cli",
 )
 # Inside core the reading order is the order of imports; in the other rooms any order without a circle will do.
-CORE_ORDER = ("request", "batch", "clock", "prefix_cache", "block_manager", "policies", "scheduler", "trace", "report", "engine")
+CORE_ORDER = (
+    "request",
+    "batch",
+    "clock",
+    "prefix_cache",
+    "block_manager",
+    "policies",
+    "scheduler",
+    "snapshot",
+    "records",
+    "metrics",
+    "trace_file",
+    "trace",
+    "report",
+    "engine",
+)
 DRAWING = {"matplotlib", "ipywidgets", "IPython"}
 
 

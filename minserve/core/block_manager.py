@@ -82,6 +82,11 @@ class BlockManager:
         return len(self._free) + len(self.cache.idle)
 
     @property
+    def free_ids(self) -> tuple[int, ...]:
+        """The clean blocks, the next to be taken first."""
+        return tuple(reversed(self._free))
+
+    @property
     def num_idle_blocks(self) -> int:
         return len(self.cache.idle)
 
@@ -120,7 +125,7 @@ class BlockManager:
     # --- starting: what need not be computed -----------------------------------------------------
 
     def find_prefix(self, request: Request) -> Share:
-        """Cached blocks that begin the request's tokens. One at least is left to compute, for its logits."""
+        """Cached blocks that begin the request's tokens. A last token is left to compute: it gives logits."""
         if not self.prefix_caching:
             return Share()
         max_blocks = (request.num_tokens - 1) // self.block_size

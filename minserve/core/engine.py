@@ -186,6 +186,7 @@ class Engine:
         """Schedule, execute, update, record. A step that fails ends its requests, and its error is raised."""
         start_s = self.clock.now()
         batch = self.scheduler.schedule(start_s)
+        self.trace.plan(batch, self.scheduler, start_s)
         try:
             result = self.runner.execute(batch)
             self.clock.advance(result.elapsed_s)

@@ -10,7 +10,7 @@ Taught in notebooks 00 and 03.
 
 from collections.abc import Mapping, Sequence
 
-from minserve.core.trace import Summary
+from minserve.core.metrics import Summary
 
 
 def table(summary: Summary, num_blocks: int) -> str:

@@ -8,7 +8,8 @@ preempted request all follow from that.
 Order within a step: running requests that lack one token, then running ones that lack more, then waiting
 ones; so a long prompt never holds up those who are already talking. A waiting request is admitted only if all
 its known tokens fit beside what is promised to the running ones, plus a watermark; nobody overtakes the first
-one that does not fit.
+one that does not fit. Answers grow, so blocks may run out later, and then the last of the running ones is
+preempted. With whole answers reserved at admission that never happens, and more requests wait.
 
 Invariant: a request is in exactly one of waiting and running; one that has computed nothing holds no block.
 
@@ -28,12 +29,17 @@ from minserve.core.request import FinishReason, InvalidRequest, Request, Request
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """`token_budget` tokens a step at most, `max_running` requests at once, `watermark_blocks` kept free at
-    admission, and, where given, no more than `max_chunk_tokens` of one request in a step."""
+    admission, and, where given, no more than `max_chunk_tokens` of one request in a step.
+
+    With `reserve_whole_answers`, a request is admitted only if its longest answer fits beside the longest
+    answers of all who run: nobody is ever preempted for want of blocks.
+    """
 
     token_budget: int = 512
     max_running: int = 64
     watermark_blocks: int = 0
     max_chunk_tokens: int | None = None
+    reserve_whole_answers: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -176,16 +182,22 @@ class Scheduler:
     def _make_room(self, request: Request, end: int, plan: _Plan) -> bool:
         """Take out the last running requests until the blocks suffice. False if it had to go itself."""
         while (needed := self.blocks.num_new_blocks(request, end)) > self.blocks.num_free_blocks:
-            victim = max(self.running, key=self.policy.order)
-            num_free = self.blocks.num_free_blocks
-            plan.drop(victim)
-            self.preempt(victim)
-            plan.preempted.append(victim.request_id)
-            room = f"{needed} block{'s'[: needed > 1]}, {num_free} free"
-            plan.note(victim, f"is preempted: {request.request_id} needs {room}")
+            victim = self._choose_victim()
+            room = f"{needed} block{'s'[: needed > 1]}, {self.blocks.num_free_blocks} free"
+            self._take_out(victim, f"{request.request_id} needs {room}", plan)
             if victim is request:
                 return False
         return True
+
+    def _choose_victim(self) -> Request:
+        """The last in the policy's order: the first one always goes on, so there is no livelock."""
+        return max(self.running, key=self.policy.order)
+
+    def _take_out(self, victim: Request, reason: str, plan: _Plan) -> None:
+        plan.drop(victim)
+        self.preempt(victim)
+        plan.preempted.append(victim.request_id)
+        plan.note(victim, f"is preempted: {reason}")
 
     def preempt(self, request: Request) -> None:
         """Back to the queue with its tokens but without its blocks: all of it is computed again later."""
@@ -227,8 +239,15 @@ class Scheduler:
             promised += self._num_promised(request)
 
     def _num_promised(self, request: Request) -> int:
-        """Blocks that a running request has not been given yet and will need for the tokens it has."""
-        return self.blocks.num_blocks_for(request.num_tokens) - self.blocks.num_held_blocks(request)
+        """Blocks that a running request has not been given yet and that are kept for it."""
+        num_kept = self.blocks.num_blocks_for(self._num_tokens_kept(request))
+        return num_kept - self.blocks.num_held_blocks(request)
+
+    def _num_tokens_kept(self, request: Request) -> int:
+        """Tokens that admission keeps room for: those the request has, or all that it may ever store."""
+        if self.config.reserve_whole_answers:
+            return request.max_total_tokens - 1  # the last one is never stored
+        return request.num_tokens
 
     def _rides_on_parent(self, request: Request) -> bool:
         """True while the sibling whose blocks this one will fork is still computing their common prompt."""
@@ -247,14 +266,18 @@ class Scheduler:
         # Shared blocks that are idle now stop being free when taken: they are hits, not room. A partly filled
         # shared block will be copied, which takes one more.
         full = share.num_tokens // self.blocks.block_size
-        needed = self.blocks.num_blocks_for(request.num_tokens) - full
+        needed = self.blocks.num_blocks_for(self._num_tokens_kept(request)) - full
         free = self.blocks.num_free_blocks - self.blocks.num_idle_of(share) - promised
         watermark = self.config.watermark_blocks if self.running else 0  # an idle engine keeps nobody waiting
         if needed + watermark > free:
-            reserve = f" and {watermark} in reserve" if watermark else ""
-            pledged = f" ({promised} more are promised)" if promised else ""
-            return f"needs {needed} block{'s'[: needed > 1]}{reserve}, {max(free, 0)} free{pledged}", share
+            return self._describe_shortage(needed, watermark, free, promised), share
         return None, share
+
+    def _describe_shortage(self, needed: int, watermark: int, free: int, promised: int) -> str:
+        whole = " for its whole answer" if self.config.reserve_whole_answers else ""
+        reserve = f" and {watermark} in reserve" if watermark else ""
+        pledged = f" ({promised} more are promised)" if promised else ""
+        return f"needs {needed} block{'s'[: needed > 1]}{whole}{reserve}, {max(free, 0)} free{pledged}"
 
     def _find_share(self, request: Request) -> Share:
         parent, num_tokens = request.parent, request.num_prompt_tokens - 1
@@ -337,7 +360,8 @@ class Scheduler:
                 self.blocks.num_blocks_for(request.num_computed_tokens),
             )
             assert held == needed, (
-                f"{request.request_id} has computed {request.num_computed_tokens} tokens, holds {held} blocks"
+                f"{request.request_id} has computed {request.num_computed_tokens} tokens "
+                f"and holds {held} blocks"
             )
         assert self.running or self.blocks.num_used_blocks == 0, (
             f"nothing runs, yet {self.blocks.num_used_blocks} blocks are held"

@@ -18,7 +18,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from minserve.core.batch import ScheduledBatch
-from minserve.core.trace import RequestRecord, StepRecord, Trace
+from minserve.core.records import RequestRecord, StepRecord
+from minserve.core.trace import Trace
 from minserve.lab.style import (
     GREY,
     HALO,

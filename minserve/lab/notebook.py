@@ -28,7 +28,7 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from minserve import __version__
-from minserve.core.trace import Summary
+from minserve.core.metrics import Summary
 from minserve.lab import style
 from minserve.lab.claims import Verdict, require_known
 

@@ -15,8 +15,10 @@ from dataclasses import replace
 import ipywidgets as widgets
 from matplotlib.figure import Figure
 
+from minserve.core.metrics import Summary
 from minserve.core.policies import FirstComeFirstServed, Policy, StaticBatches, TimeoutBatches
-from minserve.core.trace import StepRecord, Summary, Trace
+from minserve.core.records import StepRecord
+from minserve.core.trace import Trace
 from minserve.lab import charts, figures
 from minserve.lab.explorer import Explorer, amount, choice, duration, size, steps, whole
 from minserve.sim import planner

@@ -22,9 +22,10 @@ from typing import Any
 from minserve.core.block_manager import BlockManager, Share
 from minserve.core.clock import VirtualClock
 from minserve.core.engine import Arrival, Engine
+from minserve.core.records import RequestRecord
 from minserve.core.request import Request
 from minserve.core.scheduler import Scheduler
-from minserve.core.trace import RequestRecord, Trace
+from minserve.core.trace import Trace
 from minserve.sim.cost_model import CostModel
 from minserve.sim.simulator import make_engine
 from minserve.sim.workload import Workload

@@ -32,8 +32,10 @@ def make_engine(
     max_running: int = 256,
     max_chunk_tokens: int | None = None,
     watermark_blocks: int = 0,
+    reserve_whole_answers: bool = False,
     max_model_len: int | None = None,
     padded_rows: int | None = None,
+    keep_snapshots: bool = False,
 ) -> Engine:
     """An engine whose steps take what `cost` says. Without `num_blocks`, the pool is what the device has left beside the weights.
 
@@ -42,10 +44,10 @@ def make_engine(
     """
     num_blocks = num_blocks or cost.pool_blocks(block_size, memory_fraction, reserve_bytes)
     blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
-    config = SchedulerConfig(token_budget, max_running, watermark_blocks, max_chunk_tokens)
+    config = SchedulerConfig(token_budget, max_running, watermark_blocks, max_chunk_tokens, reserve_whole_answers)
     limits = ModelLimits(max_model_len or cost.shape.max_positions, max(VOCAB_SIZE, cost.shape.vocab_size))
     runner = SimulatedRunner(cost) if padded_rows is None else PaddedRunner(cost, padded_rows)
-    return Engine(Scheduler(config, blocks, policy), runner, VirtualClock(), limits)
+    return Engine(Scheduler(config, blocks, policy), runner, VirtualClock(), limits, Trace(keep_snapshots=keep_snapshots))
 
 
 def make_slot_engine(

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.engine import Engine
+from minserve.core.metrics import num_recomputed_tokens
 from minserve.core.prefix_cache import hash_block
 from minserve.core.request import FinishReason, Request, RequestStatus, RequestTooLong, SamplingParams
 from minserve.core.scheduler import StepOutput
-from minserve.core.trace import num_recomputed_tokens
 from tests.oracle import FaithfulRunner, before_steps, draws, make_engine, oracle_tokens
 
 # Prompts are cut from these two streams, so that they share beginnings.

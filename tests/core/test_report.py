@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from minserve.core.metrics import summarize
 from minserve.core.report import box, compare, table
-from minserve.core.trace import summarize
 from tests.oracle import add_one, make_engine, run_checked
 
 

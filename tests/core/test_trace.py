@@ -13,8 +13,11 @@ import pytest
 
 from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.engine import Engine
+from minserve.core.metrics import goodput, num_recomputed_tokens, occupancy, percentile
+from minserve.core.records import RequestRecord, StepRecord
 from minserve.core.request import InvalidRequest, SamplingParams
-from minserve.core.trace import RequestRecord, StepRecord, Trace, goodput, num_recomputed_tokens, occupancy, percentile, perfetto_events
+from minserve.core.trace import Trace
+from minserve.core.trace_file import perfetto_events
 from tests.oracle import OracleRunner, add_one, before_steps, is_cold, make_engine, run_checked, step_checked
 
 
@@ -274,7 +277,7 @@ def test_perfetto_of_a_trace_that_has_forgotten_a_request():
     for number in range(4):
         add_one(engine, range(number + 2), 2)
         run_checked(engine)
-    events = perfetto_events(engine.trace)
+    events = perfetto_events(engine.trace.requests, engine.trace.steps)
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["R2", "R3"]
     assert {e["tid"] for e in events if e["ph"] == "X"} <= {0, 1, 2}
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from minserve.core.engine import Engine
+from minserve.core.metrics import Summary, summarize
 from minserve.core.scheduler import Scheduler
-from minserve.core.trace import Summary, summarize
 from minserve.lab import notebook
 from minserve.lab.claims import CLAIMS
 from minserve.lab.style import new_figure

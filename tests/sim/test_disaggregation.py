@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from minserve.core.block_manager import Share
+from minserve.core.metrics import goodput
+from minserve.core.records import RequestRecord
 from minserve.core.request import Request, SamplingParams
-from minserve.core.trace import RequestRecord, goodput
 from minserve.sim.cost_model import CostModel, decode_work, row_work
 from minserve.sim.devices import DEVICES
 from minserve.sim.disaggregation import PoolRun, ReceivingBlocks, run_disaggregated, run_mixed, send

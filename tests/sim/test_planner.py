@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from minserve.core.trace import Summary
+from minserve.core.metrics import Summary
 from minserve.sim import planner
 from minserve.sim.cost_model import CostModel
 from minserve.sim.devices import DEVICES

@@ -1,4 +1,4 @@
-"""Pictures of numbers: curves, latency against throughput, bars, the memory budget, the roofline.
+"""Pictures of numbers: curves, latency against throughput, bars (whole or in parts), the memory budget, the roofline.
 
 Why: a chart is an argument. Each states its finding in the title, shows the limit as a line, names its lines where they end, and begins
 its bars at zero.
@@ -15,6 +15,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from minserve.lab.style import (
@@ -159,6 +160,31 @@ def bars(values: Mapping[str, float], x_label: str, title: str, *, limit: tuple[
     ax.xaxis.set_major_formatter(FuncFormatter(tick_text))
     if limit is not None:
         _draw_limits(ax, None, limit)
+    return figure
+
+
+def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str, title: str, *, empty: str | None = None) -> Figure:
+    """One bar a name, from zero, cut into parts with their numbers; the words for the parts stand below, the part called `empty` is grey.
+
+    Raises ValueError for a negative part or no bar at all.
+    """
+    if not rows or min(value for parts in rows.values() for value in parts.values()) < 0:
+        raise ValueError(f"bars begin at zero and need parts from 0 up, got {dict(rows)}")
+    names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
+    hues = dict(zip((name for name in names if name != empty), (pale(colour, 0.6) for colour in PALETTE), strict=False))
+    top = max(sum(parts.values()) for parts in rows.values()) or 1.0
+    figure, ax = new_panel(title, x_label, "", height_in=1.25 + 0.3 * len(rows))
+    for row, parts in enumerate(rows.values()):
+        for (name, value), end in zip(parts.items(), accumulate(parts.values()), strict=True):
+            add_boxes(ax, [(end - value, row - 0.36, value, 0.72)], hues.get(name, GREY), edge="white")
+            words = number_text(value)
+            if value > 0.014 * len(words) * top:  # it has room for its number
+                ax.text(end - value / 2, row, words, fontsize=SMALL_PT, color=INK, ha="center", va="center")
+    _name_rows(ax, rows)
+    ax.set_xlim(0, 1.02 * top)
+    ax.xaxis.set_major_formatter(FuncFormatter(tick_text))
+    handles = [Patch(color=hues.get(name, GREY), label=name) for name in names]
+    figure.legend(handles=handles, fontsize=SMALL_PT, loc="outside lower center", ncols=len(names), frameon=False)
     return figure
 
 

@@ -128,6 +128,24 @@ def test_bars_refuse_what_has_no_zero() -> None:
     assert charts.bars({"a": 0.0}, "", "").axes[0].get_xlim() == (0.0, 1.1)
 
 
+def test_stacked_bars_show_parts_side_by_side_and_name_them_once() -> None:
+    rows = {"slots": {"live": 33.0, "never": 61.0, "free": 6.0}, "blocks": {"live": 97.0, "never": 2.0, "free": 1.0}}
+    figure = charts.stacked_bars(rows, "% of the pool", "Blocks", empty="free")
+    [ax] = figure.axes
+    assert [(b.left, b.width, round(b.bottom + 0.36)) for b in boxes(ax)][:3] == [(0, 33, 0), (33, 61, 0), (94, 6, 0)]
+    assert [b.left + b.width for b in boxes(ax) if b.colour == style.GREY.lower()] == [100, 100]
+    assert words(ax) == ["33", "61", "6", "97", "2"] and ax.get_xlim()[0] == 0.0 and all_apart(figure)  # the narrowest has no room
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["live", "never", "free"]
+    assert len({b.colour for b in boxes(ax)}) == 3
+
+
+def test_stacked_bars_refuse_what_has_no_zero() -> None:
+    for rows in ({}, {"a": {"live": -1.0}}):
+        with pytest.raises(ValueError, match="need parts from 0 up"):
+            charts.stacked_bars(rows, "", "")
+
+
 def test_waterfall_parts_stand_on_each_other_up_to_what_is_left() -> None:
     figure = charts.vram_waterfall({"weights": 26e9, "KV": 43e9, "activations": 3e9}, DEVICES["a100-80gb"].memory_bytes, "An A100")
     [ax] = figure.axes

@@ -57,12 +57,15 @@ def versions() -> dict[str, str]:
     return {"minserve": __version__, "Python": platform.python_version(), "torch": torch.__version__}
 
 
-def show_source(obj: Any, max_lines: int = 40) -> None:
-    """Show the live source of a function, method or class. Raises ValueError if it is longer than `max_lines`."""
+def show_source(obj: Any, max_lines: int = 40, max_columns: int = 110) -> None:
+    """Show the live source of a function, method or class. Raises ValueError if a projector could not show it in one piece."""
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(obj))).rstrip()
     num_lines = source.count("\n") + 1
     if num_lines > max_lines:
         raise ValueError(f"{obj.__qualname__} has {num_lines} lines, at most {max_lines} are shown at a time: choose a part of it")
+    num_columns = max(len(line) for line in source.splitlines())
+    if num_columns > max_columns:
+        raise ValueError(f"{obj.__qualname__} is {num_columns} columns wide, at most {max_columns} are shown: break its lines")
     name = f"{obj.__module__}.{obj.__qualname__}"
     _show(f"`{name}`\n\n```python\n{source}\n```", f"# {name}\n{source}")
 

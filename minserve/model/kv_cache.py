@@ -51,7 +51,14 @@ class Reading:
 class KVCache:
     """N blocks of S slots for L layers. `num_blocks` counts the usable ones; the null block comes on top."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, kv_format: str, device: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        kv_format: str,
+        device: torch.device | str = "cpu",
+    ):
         if kv_format not in FORMATS:
             raise ValueError(f"KV format {kv_format!r} is not known; known: {', '.join(FORMATS)}")
         self.num_blocks, self.block_size, self.kv_format = num_blocks, block_size, kv_format
@@ -62,11 +69,11 @@ class KVCache:
         # Not zeroed: the operating system hands out the memory when a block is first written.
         self.blocks = torch.empty(shape, dtype=FORMATS[kv_format], device=device)  # [L, N+1, 2, K, S, D]
         self.blocks[:, self.null_block] = 0
-        # The same memory as a layer writes it, by block and slot, and as it reads it: a row is a whole block of one KV head.
+        # The same memory as a layer writes it, by block and slot; as it reads it, a row is a block of one head.
         self._written = list(self.blocks.permute(0, 1, 4, 2, 3, 5))  # L of [N+1, S, 2, K, D]
-        rows = self.blocks.view(config.num_layers, -1, block_size * config.head_dim)  # L of [(N+1) * 2 * K, S * D]
-        self._read = [(layer, layer[config.num_kv_heads :]) for layer in rows]  # values stand K rows behind their keys
-        self._scratch: dict[bool, Tensor] = {}  # for requests' own blocks and for a prefix they share: [2, rows, S * D]
+        rows = self.blocks.view(config.num_layers, -1, block_size * config.head_dim)  # [L, (N+1) * 2 * K, S * D]
+        self._read = [(layer, layer[config.num_kv_heads :]) for layer in rows]  # values: K rows behind keys
+        self._scratch: dict[bool, Tensor] = {}  # for own blocks and for a shared prefix: [2, rows, S * D]
 
     @property
     def null_block(self) -> int:

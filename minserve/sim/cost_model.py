@@ -184,13 +184,15 @@ class CostModel:
 
     def of(self, work: Work) -> Cost:
         """FLOPs, bytes and seconds of a step. A step without tokens costs its overhead only."""
-        shape, device, split = self.shape, self.device, self.num_devices
-        linear_flops = 2 * (work.num_tokens * shape.num_layer_parameters + work.num_samples * shape.num_output_parameters) / split
-        per_pair = 2 * shape.num_heads * (shape.query_head_dim + shape.head_dim) / split
-        attention_flops = per_pair * (self._num_full_layers * work.num_pairs + shape.num_window_layers * work.num_window_pairs)
-        shared_flops = per_pair * self._num_full_layers * work.num_shared_pairs
-        read = self._num_full_layers * work.num_context_tokens + shape.num_window_layers * work.num_window_tokens
-        kv_read_bytes, kv_written_bytes = self._layer_kv_bytes * read, self.kv_bytes_per_token * work.num_tokens
+        shape, device = self.shape, self.device
+        in_layers = work.num_tokens * shape.num_layer_parameters
+        in_output = work.num_samples * shape.num_output_parameters
+        linear_flops = 2 * (in_layers + in_output) / self.num_devices
+        attention_flops, shared_flops = self._attention_flops(work)
+        reads = self._num_full_layers * work.num_context_tokens
+        reads += shape.num_window_layers * work.num_window_tokens
+        kv_read_bytes = self._layer_kv_bytes * reads
+        kv_written_bytes = self.kv_bytes_per_token * work.num_tokens
         weight_bytes = self.weight_bytes_read(work.num_tokens, work.num_samples) if work.num_tokens else 0.0
         activation_bytes = self._activation_bytes(work.num_tokens)
         link_bytes, link_s = self._link(work.num_tokens)
@@ -207,7 +209,7 @@ class CostModel:
             link_bytes=link_bytes,
             linear_s=max(by_bytes_s, by_flops_s),
             attention_s=self._attention_s(kv_read_bytes + kv_written_bytes, attention_flops, shared_flops),
-            activation_s=activation_bytes / (device.bytes_per_s * device.activation_share) if device.activation_share else 0.0,
+            activation_s=self._activation_s(activation_bytes),
             link_s=link_s,
             overhead_s=self._overhead_s(work),
             weights_are_slower=by_bytes_s >= by_flops_s,
@@ -231,6 +233,13 @@ class CostModel:
         expert_bytes = shape.num_expert_layers * shape.num_experts * shape.expert_parameters * bits / 8 / self.num_devices
         return self.weight_bytes - num_tables_unread * table_bytes - left_out * expert_bytes
 
+    def _attention_flops(self, work: Work) -> tuple[float, float]:
+        """Scores and weighted sums of all pairs of tokens; of these, the part with prefixes that requests share."""
+        shape = self.shape
+        per_pair = 2 * shape.num_heads * (shape.query_head_dim + shape.head_dim) / self.num_devices
+        num_pairs = self._num_full_layers * work.num_pairs + shape.num_window_layers * work.num_window_pairs
+        return per_pair * num_pairs, per_pair * self._num_full_layers * work.num_shared_pairs
+
     def _attention_s(self, kv_bytes: float, attention_flops: float, shared_flops: float) -> float:
         """The queries of all who share a prefix are rows of one large product with its keys, which runs at the full rate."""
         device = self.device
@@ -244,6 +253,10 @@ class CostModel:
         heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         inside = (shape.num_active_experts or 1) * (shape.expert_size or shape.intermediate_size) * shape.num_mlp_matrices
         return 2 * 2 * num_tokens * shape.num_layers * (6 * shape.hidden_size + (heads + inside) / self.num_devices)
+
+    def _activation_s(self, activation_bytes: float) -> float:
+        share = self.device.activation_share
+        return activation_bytes / (self.device.bytes_per_s * share) if share else 0.0
 
     def _link(self, num_tokens: int) -> tuple[float, float]:
         """Bytes over one device's link and their seconds: two sums a layer, each of which sends 2 (n - 1) / n of the hidden states."""

@@ -72,10 +72,16 @@ def blocks_that_fit(cost: CostModel, block_size: int = 16, memory_fraction: floa
 
 
 def requests_that_fit(
-    cost: CostModel, context_tokens: int, *, memory_fraction: float = 0.9, reserve_bytes: float = RESERVE_BYTES, block_size: int = 16
+    cost: CostModel,
+    context_tokens: int,
+    *,
+    memory_fraction: float = 0.9,
+    reserve_bytes: float = RESERVE_BYTES,
+    block_size: int = 16,
 ) -> int:
     """Requests of so many tokens (prompt and output) that fit at once, in whole blocks each."""
-    return blocks_that_fit(cost, block_size, memory_fraction, reserve_bytes) // -(-context_tokens // block_size)
+    num_blocks = blocks_that_fit(cost, block_size, memory_fraction, reserve_bytes)
+    return num_blocks // -(-context_tokens // block_size)
 
 
 def tokens_where_kv_equals_weights(cost: CostModel) -> float:

@@ -65,6 +65,8 @@ def test_show_source_refuses_more_than_it_may_show() -> None:
         notebook.show_source(Scheduler)
     with pytest.raises(ValueError, match="at most 2 are shown"):
         notebook.show_source(Engine.step, max_lines=2)
+    with pytest.raises(ValueError, match=r"Engine.step is \d+ columns wide, at most 60"):
+        notebook.show_source(Engine.step, max_columns=60)
 
 
 def test_show_gives_the_picture_and_the_sentence(shown: list[dict[str, str]]) -> None:

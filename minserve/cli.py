@@ -172,6 +172,7 @@ def _add_simulate(commands: Any) -> None:
         flags = [f"--{name.replace('_', '-')}", *(["--slots"] if name == "batch_size" else [])]
         simulate.add_argument(*flags, dest=name, type=kind, help=help_text)
     simulate.add_argument("--no-prefix-caching", dest="prefix_caching", action="store_false", default=None)
+    simulate.add_argument("--reserve-whole-answers", action="store_true", default=None, help="nobody is preempted, more wait")
     simulate.add_argument("--json", help="write settings, summary and every request's times here")
     simulate.add_argument("--figure", help="draw the timeline here (.png, .svg)")
     simulate.set_defaults(run=_simulate)
@@ -274,7 +275,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 def _simulate(arguments: argparse.Namespace) -> None:
     from minserve import simulate
 
-    fields_given = _given(arguments, [name for name, _, _ in SIMULATE_OPTIONS] + ["prefix_caching"])
+    fields_given = _given(arguments, [name for name, _, _ in SIMULATE_OPTIONS] + ["prefix_caching", "reserve_whole_answers"])
     simulate.main(json_path=arguments.json, figure=arguments.figure, **fields_given)
 
 

@@ -43,7 +43,7 @@ class Settings:
     block_size: int = 16
     memory_fraction: float = 0.9
     prefix_caching: bool = True
-    reserve_whole_answers: bool = False
+    reserve_whole_answers: bool = False  # slots do so anyway
     disaggregate: str | None = None  # devices for prompts : devices for answers
     link_gb_s: float = 25.0
     # the load
@@ -163,14 +163,8 @@ def _num_slots(settings: Settings, cost: CostModel, slot_tokens: int) -> int:
 
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
-    return {
-        "block_size": settings.block_size,
-        "memory_fraction": settings.memory_fraction,
-        "prefix_caching": settings.prefix_caching,
-        "reserve_whole_answers": settings.reserve_whole_answers,
-        "token_budget": settings.token_budget,
-        "max_running": settings.batch_size or DEFAULT_SIZES["continuous"],
-    }
+    names = ("block_size", "memory_fraction", "prefix_caching", "reserve_whole_answers", "token_budget")
+    return {**{name: getattr(settings, name) for name in names}, "max_running": settings.batch_size or DEFAULT_SIZES["continuous"]}
 
 
 def make_load(settings: Settings) -> Workload:

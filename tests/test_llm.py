@@ -205,6 +205,10 @@ def test_cases_61_and_122_a_seed_gives_the_same_tokens_in_any_company(tiny_dir: 
         outputs = llm.generate(["abc", "zzz"], [seeded, seeded], progress=False)
         assert llm.trace.summary().num_preemptions >= 1
         assert outputs[0].token_ids == alone
+    with make_llm(tiny_dir, num_blocks=3, block_size=8, prefix_caching=False, reserve_whole_answers=True) as llm:  # one after the other
+        outputs = llm.generate(["abc", "zzz"], [seeded, seeded], progress=False)
+        assert llm.trace.summary().num_preemptions == 0 and max(step.num_running for step in llm.trace.steps) == 1
+        assert outputs[0].token_ids == alone
 
 
 def test_case_50_the_budget_does_not_change_random_tokens(tiny_dir: Path) -> None:

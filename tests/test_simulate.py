@@ -175,6 +175,14 @@ def test_engine_settings_arrive():
     assert blocks.num_blocks == make_cost(Settings(kv="int8", weights="int4")).pool_blocks(32, 0.8)
 
 
+def test_whole_answers_are_reserved_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    load = ["--num-requests", "20", "--prompt", "2000", "--output", "1500"]  # 26 prompts fit, 14 with their answers
+    grow = result_of(capsys, tmp_path / "out.json", *load)["summary"]
+    kept = result_of(capsys, tmp_path / "out.json", *load, "--reserve-whole-answers")["summary"]
+    assert grow["num_preemptions"] > 0 == kept["num_preemptions"]
+    assert kept["num_finished"] == 20 and kept["ttft_p99_s"] > grow["ttft_p99_s"]
+
+
 def test_loads_by_their_words(tmp_path: Path):
     load = make_load(Settings(num_requests=9))
     assert [time_s for time_s, _ in load.arrivals()] == [0.0] * 9

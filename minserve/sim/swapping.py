@@ -124,9 +124,9 @@ class SwappingBlocks(BlockManager):
         return num_needed
 
     def _enlarge_host(self, num_needed: int) -> None:
-        num_more = max(0, num_needed - len(self._free_host))
-        self._free_host += range(self._num_host_known, self._num_host_known + num_more)
-        self._num_host_known += num_more
+        num_known = self._num_host_known + max(0, num_needed - len(self._free_host))
+        self._free_host[:0] = range(num_known - 1, self._num_host_known - 1, -1)
+        self._num_host_known = num_known
 
     def start(self, request: Request, share: Share) -> None:
         """As ever; what the host has beyond the shared blocks comes in, and counts as computed."""

@@ -23,7 +23,7 @@ from tests.oracle import FaithfulRunner, before_steps, draws, make_engine, oracl
 # Prompts are cut from these two streams, so that they share beginnings.
 STREAMS = [[Random(stream).randrange(200) for _ in range(60)] for stream in range(2)]
 CACHE = ("hits", "shared within a step", "copies", "flush")
-PRESSURE = ("shortages", "recomputed", "chunks", "mixed steps", "refused")
+PRESSURE = ("shortages", "recomputed", "chunks", "mixed steps", "refused", "waits for its whole answer")
 ENDS = ("whole", "ended by stop", "ended by length", "ended by abort", "ended by error", "raised")
 INTERRUPTIONS = ("preempt", "abort", "abort in the step", "preempt in the step", "spoil", "raised", "flush")
 
@@ -94,6 +94,7 @@ def scenarios() -> st.SearchStrategy[Scenario]:
             "max_chunk_tokens": st.none() | st.integers(1, 12),
             "max_running": st.integers(1, 8),
             "watermark_blocks": st.integers(0, 3),
+            "reserve_whole_answers": st.sampled_from([False, False, False, True]),
         }
     )
     return st.builds(
@@ -122,14 +123,23 @@ class Play:
     pushed: set[str] = field(default_factory=set)  # ids of those that were preempted by force
 
     def __post_init__(self) -> None:
-        s = self.scenario
-        self.runner = SpoilingRunner(s.num_blocks, s.block_size)
-        options = {"hash_block": _small_hash(s.num_hash_values)} if s.num_hash_values else {}
-        self.engine: Engine = make_engine(
-            s.num_blocks, s.block_size, runner=self.runner, prefix_caching=s.prefix_caching, block_options=options, **s.limits
-        )
+        self.engine = self.make_engine()
+        assert isinstance(self.engine.runner, FaithfulRunner)
+        self.runner = self.engine.runner
         self.runner.scheduler = self.engine.scheduler
         before_steps(self.engine, self._interrupt_inside)
+
+    def make_engine(self) -> Engine:
+        s = self.scenario
+        runner = SpoilingRunner(s.num_blocks, s.block_size)
+        return make_engine(
+            s.num_blocks, s.block_size, runner=runner, prefix_caching=s.prefix_caching, block_options=self.block_options, **s.limits
+        )
+
+    @property
+    def block_options(self) -> dict[str, Any]:
+        values = self.scenario.num_hash_values
+        return {"hash_block": _small_hash(values)} if values else {}
 
     def run(self) -> None:
         last_arrival = max(arrival.step for arrival in self.scenario.arrivals)
@@ -166,6 +176,8 @@ class Play:
             left_out = [r.request_id for r in talking if r.request_id not in given]
             assert len(left_out) == max(0, len(talking) - budget) or batch.preempted_ids, f"{left_out} got nothing of {budget} tokens"
             assert batch.rows or not self.engine.has_work or batch.preempted_ids, "an idle step while requests wait"
+            assert not (batch.preempted_ids and scheduler.config.reserve_whole_answers), "room was kept, yet somebody gives way"
+            self.seen["waits for its whole answer"] += sum("for its whole answer" in words for _, words in batch.decisions)
             self.seen["shared within a step"] += _num_blocks_read_and_written(batch, self.runner.block_size)
 
     def _check_output(self, output: StepOutput) -> None:

@@ -29,8 +29,9 @@ def answer(scheduler: Scheduler, token_id: int = 7, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["token_budget", "max_running", "max_chunk_tokens"])
 def test_a_limit_below_one_is_refused(name: str):
+    fields: dict[str, Any] = {name: 0}
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        SchedulerConfig(**{name: 0})
+        SchedulerConfig(**fields)
 
 
 def test_a_watermark_below_zero_is_refused():
@@ -128,6 +129,56 @@ def test_what_a_preempted_request_was_to_compute_is_given_to_those_behind():
     batch = scheduler.schedule(0.0)  # 1 for the young one, 3 for the first, who needs its block: 5 - 3 are left for the second
     assert batch.preempted_ids == ("young",)
     assert [(r.request.request_id, r.num_tokens) for r in batch.rows] == [("a", 3), ("b", 2)]
+
+
+def test_with_whole_answers_reserved_nobody_starts_whose_answer_might_not_fit():
+    scheduler = make_scheduler(num_blocks=8, reserve_whole_answers=True)
+    requests = [make_request(name, num_tokens=5, max_total_tokens=14, order=i) for i, name in enumerate("abc")]  # 13 stored: 4 blocks
+    for number, request in enumerate(requests):
+        request.token_ids[:] = range(100 * number, 100 * number + 5)
+    scheduler.add(requests)
+    batch = scheduler.schedule(0.0)
+    assert [row.request.request_id for row in batch.rows] == ["a", "b"]
+    assert batch.decisions[-1] == ("c", "waits: needs 4 blocks for its whole answer, 0 free (4 more are promised)")
+    assert scheduler.blocks.num_free_blocks == 4  # kept, not held: blocks are still given one by one
+
+
+def test_without_the_reserve_the_same_three_start_and_one_is_preempted():
+    numbers = {}
+    for reserve in (False, True):
+        scheduler = make_scheduler(num_blocks=8, reserve_whole_answers=reserve)
+        requests = [make_request(name, num_tokens=5, max_total_tokens=14, order=i) for i, name in enumerate("abc")]
+        for number, request in enumerate(requests):
+            request.token_ids[:] = range(100 * number, 100 * number + 5)
+        scheduler.add(requests)
+        num_steps = 0
+        while scheduler.waiting or scheduler.running:
+            answer(scheduler)
+            num_steps += 1
+        numbers[reserve] = (num_steps, sum(r.num_preemptions for r in requests))
+        assert all(r.num_tokens == 14 for r in requests)
+    assert numbers == {False: (14, 1), True: (18, 0)}
+
+
+def test_a_prefix_hit_is_no_part_of_the_whole_answers_room():
+    scheduler = make_scheduler(num_blocks=6, reserve_whole_answers=True)
+    first, second = (make_request(name, num_tokens=9, max_total_tokens=17, order=i) for i, name in enumerate("ab"))
+    scheduler.add([first])  # 16 stored: 4 blocks
+    answer(scheduler)
+    scheduler.add([second])  # 2 of its 4 are the first one's
+    batch = scheduler.schedule(0.0)
+    assert batch.decisions == (("b", "starts: 1 of 9 tokens, 8 cached"),)
+    assert scheduler.blocks.num_used_blocks == 4
+
+
+def test_an_answer_that_nothing_bounds_is_reserved_as_long_as_the_pool():
+    scheduler = make_scheduler(num_blocks=4, reserve_whole_answers=True)
+    endless = make_request("endless", num_tokens=6, max_total_tokens=1_000)
+    scheduler.add([endless, make_request("next", num_tokens=1, max_total_tokens=2, order=1)])
+    assert scheduler.schedule(0.0).decisions[-1] == (
+        "next",
+        "waits: needs 1 block for its whole answer, 0 free (2 more are promised)",
+    )
 
 
 def test_a_budget_smaller_than_the_decodes_serves_the_first_ones():

@@ -9,14 +9,14 @@ change under a lock. What goes wrong in a callback would be lost in a log: it is
 
 Invariant: numbers, sentence and picture always belong to one and the same setting of the controls, or there is an `error`.
 
-Taught in notebooks 02 and 03.
+Taught in notebooks 02, 03 and 06.
 """
 
 import base64
 import html
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from minserve.lab import figures
 from minserve.lab.style import number_text
 
 WIDTH, CONTROL_WIDTH = "770px", "370px"
+LINES_STYLE = "height: 9.8em; overflow-y: auto; margin-top: 0.4em"
 
 
 class Explorer(ABC):
@@ -55,6 +56,10 @@ class Explorer(ABC):
     def words(self) -> tuple[str, str]:
         """The finding, and the numbers behind it."""
 
+    def details(self) -> Sequence[str]:
+        """Lines below the sentence. They lie in a box of a fixed height, so that more of them move nothing."""
+        return ()
+
     @abstractmethod
     def draw(self) -> Figure:
         """A picture of the plain attributes. Its size must not depend on them, or the page jumps."""
@@ -63,10 +68,11 @@ class Explorer(ABC):
         """Bring numbers, sentence and picture up to date. Raises what the cost model or the engine raises."""
         with self._lock:
             self.compute()
-            finding, numbers = self.words()
+            (finding, numbers), details = self.words(), self.details()
             picture = figures.png_bytes(self.draw())
-            self.error, self.text = None, f"{finding} {numbers}"
-            self.caption.value = f"<div style='line-height: 1.4'><b>{html.escape(finding)}</b><br>{html.escape(numbers)}</div>"
+            self.error, self.text = None, "\n".join((f"{finding} {numbers}", *details))
+            lines = f"<div style='{LINES_STYLE}'>{'<br>'.join(map(html.escape, details))}</div>" if details else ""
+            self.caption.value = f"<div style='line-height: 1.4'><b>{html.escape(finding)}</b><br>{html.escape(numbers)}{lines}</div>"
             self.image.value = picture
 
     def _on_change(self, _: Any = None) -> None:
@@ -134,8 +140,25 @@ def amount(description: str, low: float, high: float, step: float, value: float,
     )
 
 
-def whole(description: str, low: int, high: int, value: int) -> widgets.IntSlider:
-    return widgets.IntSlider(description=description, min=low, max=high, value=value, **_looks())
+def whole(description: str, low: int, high: int, value: int, step: int = 1) -> widgets.IntSlider:
+    return widgets.IntSlider(description=description, min=low, max=high, value=value, step=step, **_looks())
+
+
+def step_buttons(slider: Any) -> list[widgets.Button]:
+    """To the start, one back, one forward, to the end."""
+    moves: dict[str, Callable[[], int]] = {
+        "fast-backward": lambda: slider.min,
+        "step-backward": lambda: max(slider.min, slider.value - 1),
+        "step-forward": lambda: min(slider.max, slider.value + 1),
+        "fast-forward": lambda: slider.max,
+    }
+    return [_step_button(slider, icon, move) for icon, move in moves.items()]
+
+
+def _step_button(slider: Any, icon: str, move: Callable[[], int]) -> widgets.Button:
+    button = widgets.Button(icon=icon, tooltip=icon.replace("-", " "), layout=widgets.Layout(width="42px"))
+    button.on_click(lambda _: setattr(slider, "value", move()))
+    return button
 
 
 def _looks() -> dict[str, Any]:

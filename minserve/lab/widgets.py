@@ -9,10 +9,8 @@ Taught in notebooks 01, 02 and 03.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
-import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from minserve.core.metrics import Summary
@@ -20,7 +18,7 @@ from minserve.core.policies import FirstComeFirstServed, Policy, StaticBatches, 
 from minserve.core.records import StepRecord
 from minserve.core.trace import Trace
 from minserve.lab import charts, figures
-from minserve.lab.explorer import Explorer, amount, choice, duration, size, steps, whole
+from minserve.lab.explorer import Explorer, amount, choice, duration, size, step_buttons, steps, whole
 from minserve.sim import planner
 from minserve.sim.cost_model import Cost, CostModel, decode_work, row_work
 from minserve.sim.devices import DEVICES
@@ -111,21 +109,7 @@ class BatchingExplorer(Explorer):
         self.wait = amount("wait at most, s", 0.0, 4.0, 0.25, 1.0)
         self.step = whole("up to step", 0, 0, 0)
         self._settings: tuple[object, ...] = ()
-        super().__init__([self.policy, self.slots, self.spread, self.rate, self.wait], [self.step, *self._make_buttons()])
-
-    def _make_buttons(self) -> list[widgets.Button]:
-        moves: dict[str, Callable[[], int]] = {
-            "fast-backward": lambda: 0,
-            "step-backward": lambda: max(0, self.step.value - 1),
-            "step-forward": lambda: min(self.step.max, self.step.value + 1),
-            "fast-forward": lambda: self.step.max,
-        }
-        return [self._make_button(icon, move) for icon, move in moves.items()]
-
-    def _make_button(self, icon: str, move: Callable[[], int]) -> widgets.Button:
-        button = widgets.Button(icon=icon, tooltip=icon.replace("-", " "), layout=widgets.Layout(width="42px"))
-        button.on_click(lambda _: setattr(self.step, "value", move()))
-        return button
+        super().__init__([self.policy, self.slots, self.spread, self.rate, self.wait], [self.step, *step_buttons(self.step)])
 
     # --- numbers ----------------------------------------------------------------------------------
 

@@ -118,7 +118,12 @@ def choice(description: str, options: Iterable[Any], value: Any) -> Any:
 
 def steps(description: str, low: int, high: int, value: int) -> widgets.SelectionSlider:
     """A slider over the powers of two from `low` to `high` and what lies half way between: equal ways are equal factors."""
-    options = [(f"{number:,}", number) for number in halves(low, high)]
+    return places(description, halves(low, high), value)
+
+
+def places(description: str, numbers: Iterable[int], value: int) -> widgets.SelectionSlider:
+    """A slider that stops at these numbers only."""
+    options = [(f"{number:,}", number) for number in numbers]
     return widgets.SelectionSlider(description=description, options=options, value=value, **_looks())
 
 

@@ -18,6 +18,7 @@ from minserve.core.policies import FirstComeFirstServed, Policy, StaticBatches, 
 from minserve.core.records import StepRecord
 from minserve.core.trace import Trace
 from minserve.lab import charts, figures
+from minserve.lab.budget import BudgetExplorer as BudgetExplorer  # whoever wants an explorer finds it here
 from minserve.lab.explorer import Explorer, amount, choice, duration, size, step_buttons, steps, whole
 from minserve.sim import planner
 from minserve.sim.cost_model import Cost, CostModel, decode_work, row_work

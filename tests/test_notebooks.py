@@ -2,6 +2,9 @@
 
 Each rule is a function from a notebook to its faults, in words. Each rule is also tried on a notebook spoilt on purpose, so that
 none of them can pass by looking at nothing.
+
+A notebook of the course is numbered. A bonus notebook is a museum: ten exhibits instead of three exercises, and no claim of its own. Which
+of the two a notebook is, its title says, and its file name has to say the same.
 """
 
 import ast
@@ -24,6 +27,7 @@ from minserve.lab.notebook import lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+BONUS = ROOT / "notebooks" / "bonus_bug_museum.ipynb"
 CHECKED = "nbval-check-output"
 TASTES = {"00": ("A05", "A27")}  # claims that a notebook settles beside those of its plan, to show how
 PARTS = (  # what every notebook has, and a mark by which it is known
@@ -39,10 +43,29 @@ PARTS = (  # what every notebook has, and a mark by which it is known
     ("a recap", r"^## What to take with you"),
     ("solutions", r"^## Solutions"),
 )
+BONUS_TITLE = ("a title", r"^# Bonus · \S")
+BONUS_PARTS = (
+    *(BONUS_TITLE if name == "a title" else (name, mark) for name, mark in PARTS if name != "the real one"),
+    ("the laws", r"^### \w+ laws"),
+    ("which law catches what", r"^## Which law catches which"),
+)
+MAY_DEFINE = ("naive_", "Naive", "solution_", "exercise_")
+BONUS_MAY_DEFINE = ("Faulty", "Exhibit", "exhibit_", "law_", "Exercise", "exercise_", "Solution", "solution_")
+SOURCE = r"[\w.-]+/[\w.-]+#\d+"  # where a bug was reported: repository and number
 
 
 def read(path: Path) -> NotebookNode:
     return nbformat.reads(path.read_text(encoding="utf-8"), as_version=4)
+
+
+def is_bonus(notebook: NotebookNode) -> bool:
+    return bool(notebook.cells) and re.match(BONUS_TITLE[1], notebook.cells[0].source) is not None
+
+
+def title_fits(stem: str, title: str) -> bool:
+    """Whether a notebook with this title may have this file name: `# 03 · ...` is 03_name, `# Bonus · ...` is bonus_name."""
+    name, mark = re.fullmatch(r"(\d\d|bonus)_[a-z0-9_]+", stem), re.match(r"# (\d\d|Bonus) · \S", title)
+    return name is not None and mark is not None and name[1] == mark[1].lower()
 
 
 # --- reading a notebook ---------------------------------------------------------------------------
@@ -132,8 +155,8 @@ def is_small(notebook: NotebookNode) -> list[str]:
 
 
 def has_all_parts(notebook: NotebookNode) -> list[str]:
-    text = prose(notebook)
-    return [f"{name} is missing" for name, mark in PARTS if not re.search(mark, text, re.MULTILINE)]
+    text, parts = prose(notebook), BONUS_PARTS if is_bonus(notebook) else PARTS
+    return [f"{name} is missing" for name, mark in parts if not re.search(mark, text, re.MULTILINE)]
 
 
 def has_one_title_in_the_first_cell(notebook: NotebookNode) -> list[str]:
@@ -146,8 +169,10 @@ def has_one_title_in_the_first_cell(notebook: NotebookNode) -> list[str]:
 def has_the_right_length(notebook: NotebookNode) -> list[str]:
     num_cells = len(code_cells(notebook))
     num_words = len(re.sub(r"```.*?```", "", prose(notebook), flags=re.DOTALL).split())
-    faults = [] if 25 <= num_cells <= 45 else [f"{num_cells} code cells, 25 to 45 are meant"]
-    return faults + ([] if 1500 <= num_words <= 3500 else [f"{num_words} words, 1,500 to 3,500 are meant"])
+    least, most = (45, 65) if is_bonus(notebook) else (25, 45)
+    faults = [] if least <= num_cells <= most else [f"{num_cells} code cells, {least} to {most} are meant"]
+    least, most = (2500, 4000) if is_bonus(notebook) else (1500, 3500)
+    return faults + ([] if least <= num_words <= most else [f"{num_words} words, {least:,} to {most:,} are meant"])
 
 
 def has_short_cells(notebook: NotebookNode) -> list[str]:
@@ -167,16 +192,82 @@ def has_prose_between_code(notebook: NotebookNode) -> list[str]:
 
 
 def has_three_exercises(notebook: NotebookNode) -> list[str]:
-    """Three solutions, folded away, each of them executed with an assertion."""
+    """Three solutions, folded away, each of them executed with an assertion. (A museum has exhibits instead.)"""
+    if is_bonus(notebook):
+        return []
     solutions = [cell for cell in code_cells(notebook) if re.search(r"^(def |class )?solution_\w+", cell.source, re.MULTILINE)]
     stubs = [cell for cell in code_cells(notebook) if re.search(r"^(def )?exercise_\w+", cell.source, re.MULTILINE)]
     faults = [] if len(solutions) == 3 else [f"{len(solutions)} solutions, three are meant"]
     faults += [] if len(stubs) >= 3 else [f"{len(stubs)} exercise cells, at least three are meant"]
-    for cell in solutions:
-        folded = cell.metadata.get("jupyter", {}).get("source_hidden") and "hide-input" in tags(cell)
-        faults += [] if folded else [f"{at(cell)}: the solution is in plain sight"]
-        faults += [] if any(isinstance(node, ast.Assert) for node in tree(cell).body) else [f"{at(cell)}: nothing asserts that it is right"]
-    return faults
+    return faults + [fault for cell in solutions for fault in _faults_of_solution(cell)]
+
+
+def _faults_of_solution(cell: NotebookNode) -> Iterator[str]:
+    if not (cell.metadata.get("jupyter", {}).get("source_hidden") and "hide-input" in tags(cell)):
+        yield f"{at(cell)}: the solution is in plain sight"
+    if not _names_asserted(cell):
+        yield f"{at(cell)}: nothing asserts that it is right"
+
+
+def _names_asserted(cell: NotebookNode) -> set[str]:
+    """All names in the assertions that the cell itself makes, not those in its functions."""
+    return set[str]().union(*(names_used(node) for node in tree(cell).body if isinstance(node, ast.Assert)))
+
+
+def has_ten_exhibits(notebook: NotebookNode) -> list[str]:
+    """Each with its source, a faulty class whose check fails while that of the package passes, a hint, a stub, and a folded solution.
+
+    One cell tries all ten again, so that none of the checks can fail to fail. Beside the repairs there is one exercise in design.
+    """
+    if not is_bonus(notebook):
+        return []
+    exhibits = _exhibits(notebook)
+    faults = [] if [*exhibits] == list(range(1, 11)) else [f"exhibits {[*exhibits]}, 1 to 10 are meant"]
+    solutions = {d.name: cell for cell in code_cells(notebook) for d in definitions(cell) if d.name.lower().startswith("solution")}
+    for number, cells in exhibits.items():
+        faults += [f"exhibit {number}: {fault}" for fault in _faults_of_exhibit(cells, solutions)]
+    faults += [fault for cell in solutions.values() for fault in _faults_of_solution(cell)]
+    faults += [] if any(name.startswith("solution_") for name in solutions) else ["no solution of an exercise in design"]
+    names = {d.name for cell in code_cells(notebook) for d in definitions(cell) if d.name.startswith("Faulty")}
+    loops = [
+        node for cell in code_cells(notebook) if names <= names_used(tree(cell)) for node in tree(cell).body if isinstance(node, ast.For)
+    ]
+    tried = any(isinstance(node, ast.Assert) for loop in loops for node in ast.walk(loop))
+    return faults + ([] if tried else ["no cell tries all faulty classes in a loop that asserts"])
+
+
+def _exhibits(notebook: NotebookNode) -> dict[int, list[NotebookNode]]:
+    """The cells from each `### Exhibit N ·` to the next heading; a number that comes twice has the cells of both."""
+    exhibits: dict[int, list[NotebookNode]] = {}
+    current: list[NotebookNode] = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and re.search(r"^##+ ", cell.source, re.MULTILINE):
+            found = re.search(r"^### Exhibit (\d+) · \S", cell.source, re.MULTILINE)
+            current = exhibits.setdefault(int(found[1]), []) if found else []
+        current.append(cell)
+    return exhibits
+
+
+def _faults_of_exhibit(cells: list[NotebookNode], solutions: dict[str, NotebookNode]) -> Iterator[str]:
+    words = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+    if not re.search(SOURCE, words):
+        yield "no source, repository#number"
+    if not re.search(r"<details><summary>Hint</summary>\n\n\S.*</details>", words, re.DOTALL):
+        yield "no hint to unfold"
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    classes = {d.name: d for cell in code for d in definitions(cell) if isinstance(d, ast.ClassDef)}
+    faulty = [name for name in classes if name.startswith("Faulty")]
+    if len(faulty) != 1:
+        yield f"{len(faulty)} faulty classes, one is meant"
+        return
+    [name], [base, *_] = faulty, [*(ast.unparse(base) for base in classes[faulty[0]].bases), "nothing"]
+    if not any(base in _names_asserted(cell) and {name, base} <= names_used(tree(cell)) for cell in code):
+        yield f"no cell asserts that {name} fails and {base} passes"
+    stub, solution = name.replace("Faulty", "Exercise", 1), name.replace("Faulty", "Solution", 1)
+    if stub not in classes or not any(stub in names_used(tree(cell)) for cell in code):
+        yield f"no stub {stub} that is tried"
+    if solution not in solutions or solution not in _names_asserted(solutions[solution]):
+        yield f"no solution {solution} that is asserted"
 
 
 def ends_by_closing(notebook: NotebookNode) -> list[str]:
@@ -229,8 +320,30 @@ def runs_no_event_loop(notebook: NotebookNode) -> list[str]:
 
 def defines_only_what_it_may(notebook: NotebookNode) -> list[str]:
     """All else is imported, so that no second copy of the package's code can grow here."""
-    allowed = ("naive_", "Naive", "solution_", "exercise_")
+    allowed = BONUS_MAY_DEFINE if is_bonus(notebook) else MAY_DEFINE
     return [f"{at(cell)}: defines {d.name}" for cell in code_cells(notebook) for d in definitions(cell) if not d.name.startswith(allowed)]
+
+
+def mutates_only_the_package(notebook: NotebookNode) -> list[str]:
+    """A faulty class is a class of the package with a few lines changed: one base, methods that the base has, at most 12 lines."""
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for cell in code_cells(notebook)
+        for node in ast.walk(tree(cell))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    faults = []
+    for cell in code_cells(notebook):
+        for definition in (d for d in definitions(cell) if d.name.startswith("Faulty")):
+            bases = [imported.get(ast.unparse(base), "") for base in getattr(definition, "bases", [])]
+            methods = [node.name for node in definition.body if isinstance(node, ast.FunctionDef)]
+            base = bases[0] if len(bases) == 1 and bases[0].startswith("minserve.") and _resolves(bases[0]) else None
+            known = base is not None and methods and all(_resolves(f"{base}.{method}") for method in methods)
+            faults += [] if known else [f"{at(cell)}: {definition.name} overrides {methods} of {bases}"]
+            num_lines = len(ast.unparse(definition).splitlines())
+            faults += [f"{at(cell)}: {num_lines} lines are more than a mutation"] if num_lines > 12 else []
+    return faults
 
 
 def compares_every_naive_version(notebook: NotebookNode) -> list[str]:
@@ -412,7 +525,7 @@ def knows_its_claims(notebook: NotebookNode) -> list[str]:
 
 
 def carries_its_claims_to_a_verdict(notebook: NotebookNode) -> list[str]:
-    """Every claim of its plan has one record, with the verdict of the data, and no other claim has any."""
+    """Every claim of its plan has one record, with the verdict of the data, and no other claim has any. A museum has no plan of claims."""
     [number] = re.findall(r"^# (\d\d) ·", notebook.cells[0].source, re.MULTILINE)[:1] or ["?"]
     planned = (*claims.claims_of(number), *TASTES.get(number, ()))
     lines = lines_of(notebook, "claim")
@@ -476,6 +589,7 @@ RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
         lambda nb: _replace(nb, "## Exercises", "## Homework"),
         lambda nb: _replace(nb, "한국어", "Korean"),
         lambda nb: _replace(nb, "**CPU time**", "Time"),
+        lambda nb: _replace(nb, "# 00 ·", "# Bonus ·"),
     ],
     has_one_title_in_the_first_cell: [lambda nb: _say(nb, "# Another title"), lambda nb: nb.cells.pop(0)],
     has_the_right_length: [lambda nb: nb.cells.extend(code_cells(nb)), lambda nb: _say(nb, "word " * 3000)],
@@ -490,6 +604,7 @@ RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
         lambda nb: [cell.metadata.pop("jupyter", None) for cell in code_cells(nb)],
         lambda nb: _replace(nb, "assert check(solution", "check(solution"),
     ],
+    has_ten_exhibits: [lambda nb: _replace(nb, "# 00 ·", "# Bonus ·")],
     ends_by_closing: [lambda nb: _replace(nb, ".close()", ".flush()"), lambda nb: nb.cells.append(code_cells(nb)[0])],
     imports_only_at_the_top: [lambda nb: _set_source(nb, "import os"), lambda nb: _set_source(nb, "import os", 0)],
     uses_no_shell: [
@@ -502,7 +617,14 @@ RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
     ],
     opens_files_as_utf8: [lambda nb: _set_source(nb, "open('x')"), lambda nb: _set_source(nb, "path.read_text()")],
     runs_no_event_loop: [lambda nb: _set_source(nb, "asyncio.run(main())")],
-    defines_only_what_it_may: [lambda nb: _set_source(nb, "class Scheduler:\n    pass"), lambda nb: _set_source(nb, "def helper(): ...")],
+    defines_only_what_it_may: [
+        lambda nb: _set_source(nb, "class Scheduler:\n    pass"),
+        lambda nb: _set_source(nb, "def helper(): ..."),
+        lambda nb: _set_source(nb, "class FaultyScheduler(Scheduler): ..."),  # these names are the museum's
+        lambda nb: _set_source(nb, "def exhibit_engine(): ..."),
+        lambda nb: _set_source(nb, "def law_books(): ..."),
+    ],
+    mutates_only_the_package: [lambda nb: _set_source(nb, "class FaultyThing:\n    def release(self): ...")],
     compares_every_naive_version: [lambda nb: _set_source(nb, "def naive_new(): ...\n\n\nnaive_new()")],
     ends_in_no_bare_comparison: [lambda nb: _set_source(nb, "x = 1\nx == 1"), lambda nb: _set_source(nb, "1 < 2 and 2 < 3")],
     gives_functions_their_inputs: [
@@ -550,7 +672,51 @@ RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
         lambda nb: _replace_outputs(nb, "claim | A27 | WRONG", "claim | A27 | HOLDS"),
     ],
 }
-SPOILT = [pytest.param(rule, spoil, id=f"{rule.__name__}-{index}") for rule, spoils in RULES.items() for index, spoil in enumerate(spoils)]
+# Those that look at a museum in another way than at a numbered notebook, and ways to break them there.
+BONUS_RULES: dict[Callable[[NotebookNode], list[str]], list[Spoil]] = {
+    has_all_parts: [
+        lambda nb: _replace(nb, "## Exercises", "## Homework"),
+        lambda nb: _replace(nb, "한국어", "Korean"),
+        lambda nb: _replace(nb, "### Six laws", "### Six rules"),
+        lambda nb: _replace(nb, "## Which law catches", "## What catches"),
+        lambda nb: _replace(nb, "# Bonus ·", "# 16 ·"),
+    ],
+    has_the_right_length: [lambda nb: nb.cells.extend(code_cells(nb)), lambda nb: _say(nb, "word " * 3000)],
+    has_ten_exhibits: [
+        lambda nb: _replace(nb, "### Exhibit 7 ·", "### Exhibit 8 ·"),
+        lambda nb: _replace(nb, "### Exhibit 10 ·", "### Number 10 ·"),
+        lambda nb: _replace(nb, "vllm-project/vllm#11565", "a report"),
+        lambda nb: _replace(nb, "<details>", ""),
+        lambda nb: _replace(nb, "class FaultyLeak(BlockManager):", "class FormerLeak(BlockManager):"),
+        lambda nb: _replace(nb, "assert broken and not exhibit_faults(BlockManager, leak)", "broken"),
+        lambda nb: _replace(nb, "assert broken and not exhibit_faults(BlockManager, leak)", "assert broken"),
+        lambda nb: _replace(nb, "passed = exercise_verdict(ExerciseLeak, leak)", ""),
+        lambda nb: _replace(nb, "assert exercise_verdict(SolutionLeak", "exercise_verdict(SolutionLeak"),
+        lambda nb: _replace(nb, "class SolutionLeak(", "class SolutionOfLeak("),
+        lambda nb: [cell.metadata.pop("jupyter", None) for cell in code_cells(nb)],
+        lambda nb: _replace(nb, "solution_visit", "exercise_answer"),
+        lambda nb: _replace(nb, "assert caught[number]", "passed = caught[number]"),
+    ],
+    defines_only_what_it_may: [
+        lambda nb: _set_source(nb, "class Scheduler:\n    pass"),
+        lambda nb: _set_source(nb, "def helper(): ..."),
+        lambda nb: _set_source(nb, "def naive_cache(): ..."),
+    ],
+    mutates_only_the_package: [
+        lambda nb: _replace(nb, "class FaultyLeak(BlockManager):", "class FaultyLeak:"),
+        lambda nb: _replace(nb, "class FaultyLeak(BlockManager):", "class FaultyLeak(BlockManager, Scheduler):"),
+        lambda nb: _replace(nb, "class FaultyTwice(BlockManager):", "class FaultyTwice(FaultyLeak):"),
+        lambda nb: _replace(nb, "def pop_idle(self):", "def pop_idler(self):"),
+        lambda nb: _replace(nb, "        return 0  # free is free", "        x = 1\n" * 12),
+    ],
+    carries_its_claims_to_a_verdict: [lambda nb: _set_output(nb, {"text/plain": "claim | A27 | WRONG | 3.26 | not of a museum"})],
+}
+SPOILT = [
+    pytest.param(path, rule, spoil, id=f"{path.stem}-{rule.__name__}-{index}")
+    for path, rules in ((PATHS[0], RULES), (BONUS, BONUS_RULES))
+    for rule, spoils in rules.items()
+    for index, spoil in enumerate(spoils)
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -559,9 +725,9 @@ def test_notebook_keeps_the_rule(path: Path, rule: Callable[[NotebookNode], list
     assert rule(read(path)) == []
 
 
-@pytest.mark.parametrize(("rule", "spoil"), SPOILT)
-def test_rule_finds_a_spoilt_notebook(rule: Callable[[NotebookNode], list[str]], spoil: Spoil) -> None:
-    spoilt = copy.deepcopy(read(PATHS[0]))
+@pytest.mark.parametrize(("path", "rule", "spoil"), SPOILT)
+def test_rule_finds_a_spoilt_notebook(path: Path, rule: Callable[[NotebookNode], list[str]], spoil: Spoil) -> None:
+    spoilt = copy.deepcopy(read(path))
     spoil(spoilt)
     assert rule(spoilt)
 
@@ -572,8 +738,28 @@ def test_every_rule_of_this_file_is_tried() -> None:
     assert sorted(name for name in rules if name != "tags") == sorted(rule.__name__ for rule in RULES)
 
 
-def test_there_are_notebooks_and_they_are_numbered() -> None:
-    assert PATHS and all(re.fullmatch(r"\d\d_[a-z0-9_]+", path.stem) for path in PATHS)
+def test_there_are_notebooks_and_their_files_are_named_as_their_titles_say() -> None:
+    assert PATHS[0].stem.startswith("00_") and BONUS in PATHS
+    assert [path.stem for path in PATHS if not title_fits(path.stem, read(path).cells[0].source)] == []
+
+
+@pytest.mark.parametrize(
+    ("stem", "title", "fits"),
+    [
+        ("03_batching", "# 03 · Batching", True),
+        ("bonus_bug_museum", "# Bonus · The bug museum", True),
+        ("03_batching", "# Bonus · Batching", False),  # a notebook of the course is not excused from its claims by a title
+        ("03_batching", "# 04 · Batching", False),
+        ("bonus_bug_museum", "# 16 · The bug museum", False),
+        ("batching", "# 03 · Batching", False),
+        ("extra_batching", "# Extra · Batching", False),
+        ("03_batching", "Batching", False),
+        ("03_Batching", "# 03 · Batching", False),
+        ("bonus", "# Bonus · Batching", False),
+    ],
+)
+def test_a_file_name_and_a_title_say_the_same(stem: str, title: str, fits: bool) -> None:
+    assert title_fits(stem, title) is fits
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -584,8 +770,8 @@ def test_notebook_is_written_as_jupyter_writes_it(path: Path) -> None:
 
 
 def test_the_pictures_of_the_readme_are_exported_by_the_notebooks() -> None:
-    """Numbered pictures are a notebook's; `make outputs` makes them anew."""
-    shown = set(re.findall(r"\(figures/(\d\d_\w+)\.png\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    """Numbered pictures, and those of a bonus, are a notebook's; `make outputs` makes them anew."""
+    shown = set(re.findall(r"\(figures/((?:\d\d|bonus)_\w+)\.png\)", (ROOT / "README.md").read_text(encoding="utf-8")))
     exported = {name for path in PATHS for cell in code_cells(read(path)) for name in re.findall(r'export\(\w+, "(\w+)"', cell.source)}
     assert len(shown) >= 3 and shown <= exported
     assert all((ROOT / "figures" / f"{name}.png").stat().st_size > 5_000 for name in exported)

@@ -87,11 +87,11 @@ def export(figure: Figure, name: str, caption: str) -> None:
     folder = os.environ.get(FIGURES_FOLDER)
     if folder:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f"{name}.png").write_bytes(style.png_bytes(figure))
+        (Path(folder) / f"{name}.png").write_bytes(style.small_png_bytes(figure))
 
 
 def _png_base64(figure: Figure) -> str:
-    return base64.b64encode(style.png_bytes(figure)).decode()
+    return base64.b64encode(style.small_png_bytes(figure)).decode()
 
 
 def assert_same(naive: Any, real: Any, tolerance: float = 0.0) -> None:

@@ -24,6 +24,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.path import Path
 from matplotlib.patheffects import withStroke
+from PIL import Image
 
 # Okabe and Ito's palette, in an order that keeps neighbours apart.
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#8A6D00", "#5B5EA6")
@@ -149,6 +150,14 @@ def png_bytes(figure: Figure) -> bytes:
     """The figure as PNG. Laid out once, where `savefig` would do it twice: a slider's hand waits for this."""
     buffer = io.BytesIO()
     cast(FigureCanvasAgg, FigureCanvasAgg(figure)).print_png(buffer)
+    return buffer.getvalue()
+
+
+def small_png_bytes(figure: Figure) -> bytes:
+    """The figure as PNG of at most 256 colours: a third of the bytes, for pictures that a file keeps. Takes half as long again."""
+    buffer = io.BytesIO()
+    with Image.open(io.BytesIO(png_bytes(figure))) as picture:
+        picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return buffer.getvalue()
 
 

@@ -73,6 +73,17 @@ def test_bytes_are_the_picture_at_its_size_on_white(tmp_path: Path) -> None:
     assert style.save(style.new_figure(), tmp_path / "empty.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_kept_picture_is_less_than_half_as_large_and_looks_the_same() -> None:
+    figure, ax = style.new_panel("A title", "x", "y")
+    for index in range(8):
+        ax.plot([0, 1, 2], [index, 2 * index, 1], color=style.PALETTE[index])
+    full, small = style.png_bytes(figure), style.small_png_bytes(figure)
+    before, after = (imread(io.BytesIO(png))[:, :, :3] for png in (full, small))
+    assert len(small) < 0.5 * len(full) and before.shape == after.shape
+    assert abs(before - after).max() < 0.1 and abs(before - after).mean() < 0.002
+    assert tuple(after[0, 0]) == (1.0, 1.0, 1.0)
+
+
 def test_case_190_minus_signs_are_drawn_without_a_warning() -> None:
     code = (
         "import warnings; warnings.simplefilter('error')\n"

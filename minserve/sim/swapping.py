@@ -141,7 +141,7 @@ class SwappingBlocks(BlockManager):
     def drop_copy(self, request: Request) -> HostCopy | None:
         copy = self.host_copies.pop(request.request_id, None)
         if copy is not None:
-            self._free_host += copy.block_ids
+            self._free_host += reversed(copy.block_ids)  # as they were taken, so the same ones are taken again
         return copy
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:

@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minserve.core.batch import ScheduledBatch
+from minserve.core.block_manager import Share
 from minserve.core.clock import VirtualClock
 from minserve.core.engine import Engine, ModelLimits
-from minserve.core.request import FinishReason, Request
+from minserve.core.request import FinishReason, Request, SamplingParams
 from minserve.core.scheduler import SchedulerConfig
 from minserve.sim.cost_model import CostModel, decode_work, row_work
 from minserve.sim.devices import DEVICES
@@ -211,6 +212,58 @@ def test_new_weights_make_host_copies_worthless():
     parts(engine)[1].flush_cache()
     run_checked(engine)
     assert is_cold(second, 8) and engine.trace.summary().num_recomputed_tokens == 12
+
+
+def test_a_step_that_fails_leaves_no_name_on_a_block_that_was_not_filled():
+    engine, _, second = two_collide(prefix_caching=True)
+    assert isinstance(engine.runner, HostRunner)
+    move = engine.runner.move
+
+    def lose(batch: ScheduledBatch) -> None:
+        assert isinstance(batch, SwappingBatch)
+        if not batch.moves_in:
+            return move(batch)
+        engine.abort("R1")  # it has ended when the step fails, so the step's end doesn't touch it
+        raise Interrupted
+
+    before_steps(engine, lose)
+    with pytest.raises(Interrupted):
+        run_checked(engine)
+    engine.scheduler.check()
+    before_steps(engine, move)
+    again = add_one(engine, second.token_ids, 3)
+    run_checked(engine)  # the runner compares every slot that is read
+    assert again.num_cached_tokens == 8 and is_cold(again, 3)  # what the pool still had, and not what was to come in
+
+
+def held_by(blocks: SwappingBlocks, name: str, num_tokens: int) -> Request:
+    """A request that has computed so many tokens, in blocks of its own."""
+    request = Request(name, tuple(range(num_tokens + 1)), SamplingParams(), max_total_tokens=100)
+    blocks.start(request, Share())
+    blocks.grow(request, num_tokens)
+    request.num_computed_tokens = num_tokens
+    return request
+
+
+def test_host_blocks_are_used_again():
+    blocks = SwappingBlocks(8, 4)
+    request = held_by(blocks, "R", 10)
+    for _ in range(2):
+        assert blocks.swap_out(request) == 3 and blocks.host_copies["R"] == HostCopy(10, (0, 1, 2))
+        blocks.check()
+        blocks.drop_copy(request)
+    blocks.check()
+
+
+def test_a_copy_that_is_shorter_than_what_the_pool_has_is_not_used():
+    """Taken out in the middle of its prompt; meanwhile another request has computed the same one."""
+    blocks = SwappingBlocks(8, 4)
+    other = held_by(blocks, "other", 8)
+    blocks.commit(other, 8)
+    request = Request("R", tuple(range(9)), SamplingParams(), max_total_tokens=100)
+    blocks.host_copies["R"] = HostCopy(3, (0,))
+    blocks.start(request, blocks.find_prefix(request))
+    assert (request.num_computed_tokens, blocks.moves_in, blocks.host_copies) == (8, [], {})
 
 
 # --- the laws: each is broken once -------------------------------------------------------------------

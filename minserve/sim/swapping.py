@@ -1,18 +1,21 @@
-"""Preemption by swapping: who gives way keeps its keys and values in host memory, and brings them back when it goes on.
+"""Preemption by swapping: who gives way keeps its keys and values in host memory, and brings them back later.
 
-Why: recomputation pays with FLOPs, swapping with time on the link between device and host, there and back. Which is cheaper depends
-on three numbers: bytes per token, bytes per second of the link, and the seconds that a prompt token costs. `swap_s` and `recompute_s`
-are the two sides of that comparison; an engine from `make_swapping_engine` shows what becomes of it in a schedule.
+Why: recomputation pays with FLOPs, swapping with time on the link between device and host, there and back.
+Which is cheaper depends on three numbers: bytes per token, bytes per second of the link, and the seconds that a
+prompt token costs. `swap_s` and `recompute_s` are the two sides of that comparison; an engine from
+`make_swapping_engine` shows what becomes of it in a schedule.
 
-A step that swaps takes as long as its computation and its transfers one after the other, as in the first version of vLLM: the device
-waits for the link. With `overlaps` it takes as long as the longer of the two, which is the best that a second stream could reach.
+A step that swaps takes as long as its computation and its transfers one after the other, as in the first
+version of vLLM: the device waits for the link. With `overlaps` it takes as long as the longer of the two, which
+is the best that a second stream could reach.
 
-What moves: out goes every block that holds tokens of the victim, those too that others share, for they may be gone before it comes
-back; in come only those that the prefix cache no longer has. Whole blocks move, the last one too. If host memory is full, the victim is
-recomputed as anywhere else, and so is one that is preempted by hand (`Scheduler.preempt`).
+What moves: out goes every block that holds tokens of the victim, those too that others share, for they may be
+gone before it comes back; in come only those that the prefix cache no longer has. Whole blocks move, the last
+one too. If host memory is full, the victim is recomputed as anywhere else, and so is one that is preempted by
+hand (`Scheduler.preempt`).
 
-Invariant: what comes back is not computed again; only those who wait have blocks in host memory, each block one owner. A step that
-preempts admits nobody, so no step moves blocks both ways.
+Invariant: what comes back is not computed again; only those who wait have blocks in host memory, each block one
+owner. A step that preempts admits nobody, so no step moves blocks both ways.
 
 Taught in notebook 06.
 """
@@ -38,14 +41,17 @@ HOST_LINK_BYTES_PER_S = 25e9  # what PCIe 4.0 x16 reaches, one way, of the 32e9 
 
 
 def swap_s(cost: CostModel, num_tokens: int, host_link_bytes_per_s: float = HOST_LINK_BYTES_PER_S) -> float:
-    """Seconds on the link for so many tokens, there and back. With tensor parallelism, each device moves its own share."""
+    """Seconds on the link for so many tokens, there and back.
+
+    With tensor parallelism, each device moves its own share.
+    """
     return 2 * num_tokens * cost.kv_bytes_per_token / host_link_bytes_per_s
 
 
 def recompute_s(cost: CostModel, num_tokens: int, beside: Work | None = None) -> float:
     """Seconds by which a step gets longer when it computes so many tokens again, all at once.
 
-    `beside` is what the step does anyway; without it, nothing, and the tokens bear the reading of the weights alone.
+    `beside` is what the step does anyway; without it, nothing, and the weights are read for these tokens alone.
     """
     beside = beside or Work()
     again = row_work(0, num_tokens, samples=False, window=cost.shape.window)
@@ -54,12 +60,12 @@ def recompute_s(cost: CostModel, num_tokens: int, beside: Work | None = None) ->
 
 # --- what crosses the seam ------------------------------------------------------------------------
 
-Move = tuple[int, int]  # (from this block, to that block): one of them on the device, the other in host memory
+Move = tuple[int, int]  # (from this block, to that one): one is on the device, the other in host memory
 
 
 @dataclass(frozen=True, slots=True)
 class SwappingBatch(ScheduledBatch):
-    """What one step moves and computes: first out to the host, then in from the host, then copies and rows as ever."""
+    """What one step moves and computes: out to the host, then in from the host, then copies and rows as ever."""
 
     moves_out: tuple[Move, ...] = ()
     moves_in: tuple[Move, ...] = ()
@@ -73,13 +79,10 @@ class SwappingBatch(ScheduledBatch):
 
 
 class SwappingRunner:
-    """Any runner, and a link: what a batch moves takes time."""
+    """Any runner, and a link that takes `block_s` seconds for every block that a batch moves."""
 
-    def __init__(self, runner: Runner, block_bytes: float, host_link_bytes_per_s: float, overlaps: bool = False):
-        if host_link_bytes_per_s <= 0:
-            raise ValueError(f"a link sends more than 0 bytes/s, got {host_link_bytes_per_s}")
-        self.runner, self.overlaps = runner, overlaps
-        self.block_s = block_bytes / host_link_bytes_per_s
+    def __init__(self, runner: Runner, block_s: float, overlaps: bool = False):
+        self.runner, self.block_s, self.overlaps = runner, block_s, overlaps
 
     def execute(self, batch: ScheduledBatch) -> StepResult:
         result = self.runner.execute(batch)
@@ -112,7 +115,10 @@ class SwappingBlocks(BlockManager):
         self._free_host = list(range(self._num_host_known - 1, -1, -1))
 
     def swap_out(self, request: Request) -> int:
-        """Plan to move the request's tokens out. Returns the number of blocks; 0, with nothing changed, if the host is full."""
+        """Plan to move the request's tokens out. Returns the number of blocks.
+
+        It is 0, and nothing has changed, if the host is full.
+        """
         num_needed = self.num_blocks_for(request.num_computed_tokens)
         if self.num_host_blocks is None:
             self._enlarge_host(num_needed)
@@ -141,7 +147,7 @@ class SwappingBlocks(BlockManager):
     def drop_copy(self, request: Request) -> HostCopy | None:
         copy = self.host_copies.pop(request.request_id, None)
         if copy is not None:
-            self._free_host += reversed(copy.block_ids)  # as they were taken, so the same ones are taken again
+            self._free_host += reversed(copy.block_ids)  # the next copy takes the same ones
         return copy
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
@@ -153,7 +159,7 @@ class SwappingBlocks(BlockManager):
                 self._free.append(block_id)
 
     def flush_cache(self) -> int:
-        """What the host has was computed with the old weights too: it is dropped, and its owners are computed again."""
+        """What the host has was computed with the old weights too: dropped, and its owners computed again."""
         num_forgotten = super().flush_cache()
         self._free_host += [block_id for copy in self.host_copies.values() for block_id in copy.block_ids]
         self.host_copies.clear()
@@ -163,13 +169,12 @@ class SwappingBlocks(BlockManager):
         """Those of the pool, and of host memory: every block is free or has one owner."""
         super().check()
         owned = [block_id for copy in self.host_copies.values() for block_id in copy.block_ids]
-        places = Counter(self._free_host + owned)
-        assert places == Counter(range(self._num_host_known)), (
-            f"host blocks: {len(owned)} owned + {len(self._free_host)} free of {self._num_host_known}, or one of them twice"
-        )
+        places, num_known = Counter(self._free_host + owned), self._num_host_known
+        counts = f"{len(owned)} owned + {len(self._free_host)} free of {num_known}"
+        assert places == Counter(range(num_known)), f"host blocks: {counts}, or one of them twice"
         for name, copy in self.host_copies.items():
-            needed = self.num_blocks_for(copy.num_tokens)
-            assert len(copy.block_ids) == needed, f"{name} has {copy.num_tokens} tokens in {len(copy.block_ids)} host blocks"
+            num_held, needed = len(copy.block_ids), self.num_blocks_for(copy.num_tokens)
+            assert num_held == needed, f"{name} has {copy.num_tokens} tokens in {num_held} host blocks"
 
 
 # --- the scheduler --------------------------------------------------------------------------------
@@ -194,10 +199,12 @@ class SwappingScheduler(Scheduler):
         return SwappingBatch(**planned, moves_out=moves_out, moves_in=moves_in)
 
     def _take_out(self, victim: Request, reason: str, plan: Any) -> None:
-        assert victim.request_id not in plan.copies, f"{victim.request_id} gives way before its shared block is copied"
+        assert victim.request_id not in plan.copies, f"{victim.request_id} gives way with a copy under way"
         num_moved = self.blocks.swap_out(victim)
         super()._take_out(victim, reason, plan)
-        words = f"is swapped out: {reason}; {_count(num_moved)} over the link" if num_moved else f"is preempted: {reason}; the host is full"
+        words = f"is swapped out: {reason}; {_count(num_moved)} over the link"
+        if not num_moved:
+            words = f"is preempted: {reason}; the host is full"
         plan.decisions[-1] = (victim.request_id, words)
 
     def _admit(self, request: Request, share: Share, plan: Any) -> None:
@@ -225,9 +232,10 @@ class SwappingScheduler(Scheduler):
         super().check()
         waiting = {request.request_id: request for request in self.waiting}
         for name, copy in self.blocks.host_copies.items():
-            assert name in waiting, f"{name} doesn't wait and has {copy.num_tokens} tokens in host memory"
+            at_host = f"{copy.num_tokens} tokens in host memory"
+            assert name in waiting, f"{name} doesn't wait and has {at_host}"
             num_tokens = waiting[name].num_tokens
-            assert copy.num_tokens < num_tokens, f"{name} has {num_tokens} tokens, {copy.num_tokens} of them in host memory"
+            assert copy.num_tokens < num_tokens, f"{name} has {num_tokens} tokens and {at_host}"
 
 
 def _count(num_blocks: int) -> str:
@@ -257,15 +265,19 @@ def make_swapping_engine(
     overlaps: bool = False,
     **options: Any,
 ) -> SwappingEngine:
-    """An engine of `make_engine`, with its options, whose victims are swapped out. Without `host_memory_bytes`, the host has no limit.
+    """An engine of `make_engine`, with its options, whose victims are swapped out.
 
-    With tensor parallelism every device has a link and host memory of its own.
+    Without `host_memory_bytes`, host memory has no limit. With tensor parallelism every device has a link and
+    host memory of its own.
     """
+    if host_link_bytes_per_s <= 0:
+        raise ValueError(f"a link sends more than 0 bytes/s, got {host_link_bytes_per_s}")
     plain = make_engine(cost, **options)
     known, policy = plain.scheduler.blocks, plain.scheduler.policy
     block_bytes = known.block_size * cost.kv_bytes_per_token
     num_host_blocks = None if host_memory_bytes is None else int(host_memory_bytes // block_bytes)
-    blocks = SwappingBlocks(known.num_blocks, known.block_size, num_host_blocks, prefix_caching=known.prefix_caching)
+    caching = known.prefix_caching
+    blocks = SwappingBlocks(known.num_blocks, known.block_size, num_host_blocks, prefix_caching=caching)
     scheduler = SwappingScheduler(plain.scheduler.config, blocks, policy)
-    runner = SwappingRunner(plain.runner, block_bytes, host_link_bytes_per_s, overlaps)
+    runner = SwappingRunner(plain.runner, block_bytes / host_link_bytes_per_s, overlaps)
     return SwappingEngine(scheduler, runner, VirtualClock(), plain.limits, plain.trace)

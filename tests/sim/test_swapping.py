@@ -295,7 +295,7 @@ def test_check_sees_host_blocks_of_one_who_runs():
 def test_check_sees_a_copy_of_more_than_the_request_has():
     engine, second = swapped_out()
     del second.token_ids[-1]
-    with pytest.raises(AssertionError, match="R1 has 12 tokens, 12 of them in host memory"):
+    with pytest.raises(AssertionError, match="R1 has 12 tokens and 12 tokens in host memory"):
         engine.scheduler.check()
 
 

@@ -1,12 +1,12 @@
 """Preemption by swapping: who gives way keeps its keys and values in host memory, and brings them back later.
 
 Why: recomputation pays with FLOPs, swapping with time on the link between device and host, there and back.
-Which is cheaper depends on three numbers: bytes per token, bytes per second of the link, and the seconds that a
-prompt token costs. `swap_s` and `recompute_s` are the two sides of that comparison; an engine from
+Which is cheaper depends on three numbers: bytes per token, bytes per second of the link, and the seconds that
+a prompt token costs. `swap_s` and `recompute_s` are the two sides of that comparison; an engine from
 `make_swapping_engine` shows what becomes of it in a schedule.
 
 A step that swaps takes as long as its computation and its transfers one after the other, as in the first
-version of vLLM: the device waits for the link. With `overlaps` it takes as long as the longer of the two, which
+version of vLLM: the device waits for the link. With `overlaps` it takes as long as the longer of them: that
 is the best that a second stream could reach.
 
 What moves: out goes every block that holds tokens of the victim, those too that others share, for they may be
@@ -14,8 +14,8 @@ gone before it comes back; in come only those that the prefix cache no longer ha
 one too. If host memory is full, the victim is recomputed as anywhere else, and so is one that is preempted by
 hand (`Scheduler.preempt`).
 
-Invariant: what comes back is not computed again; only those who wait have blocks in host memory, each block one
-owner. A step that preempts admits nobody, so no step moves blocks both ways.
+Invariant: what comes back is not computed again; only those who wait have blocks in host memory, and each
+block one owner. A step that preempts admits nobody, so no step moves blocks both ways.
 
 Taught in notebook 06.
 """
@@ -51,7 +51,7 @@ def swap_s(cost: CostModel, num_tokens: int, host_link_bytes_per_s: float = HOST
 def recompute_s(cost: CostModel, num_tokens: int, beside: Work | None = None) -> float:
     """Seconds by which a step gets longer when it computes so many tokens again, all at once.
 
-    `beside` is what the step does anyway; without it, nothing, and the weights are read for these tokens alone.
+    `beside` is what the step does anyway: without it, nothing, and the weights are read for these tokens only.
     """
     beside = beside or Work()
     again = row_work(0, num_tokens, samples=False, window=cost.shape.window)
@@ -65,7 +65,7 @@ Move = tuple[int, int]  # (from this block, to that one): one is on the device, 
 
 @dataclass(frozen=True, slots=True)
 class SwappingBatch(ScheduledBatch):
-    """What one step moves and computes: out to the host, then in from the host, then copies and rows as ever."""
+    """What one step moves and computes: out to the host, in from the host, then copies and rows as ever."""
 
     moves_out: tuple[Move, ...] = ()
     moves_in: tuple[Move, ...] = ()

@@ -51,7 +51,7 @@ def swap_s(cost: CostModel, num_tokens: int, host_link_bytes_per_s: float = HOST
 def recompute_s(cost: CostModel, num_tokens: int, beside: Work | None = None) -> float:
     """Seconds by which a step gets longer when it computes so many tokens again, all at once.
 
-    `beside` is what the step does anyway: without it, nothing, and the weights are read for these tokens only.
+    `beside` is what the step does anyway: without it, nothing, and the weights are read for them only.
     """
     beside = beside or Work()
     again = row_work(0, num_tokens, samples=False, window=cost.shape.window)

@@ -24,12 +24,13 @@ def _lacks_encoding(call: ast.Call) -> bool:
     # `path.open("rb")` has the mode first, `open(path, "rb")` and `io.open(path, "rb")` second: any such string will do.
     modes += call.args[:2] if is_method else call.args[1:2]
     is_binary = any(isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "b" in mode.value for mode in modes)
-    return CALLS[name] is None or not (is_binary or _is_archive_member(call))
+    return CALLS[name] is None or not (is_binary or _opens_bytes(call))
 
 
-def _is_archive_member(call: ast.Call) -> bool:
-    """`archive.open(member)` of a zip file gives bytes."""
-    return isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id == "archive"
+def _opens_bytes(call: ast.Call) -> bool:
+    """`archive.open(member)` of a zip file and Pillow's `Image.open(file)` give bytes and pictures."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return isinstance(owner, ast.Name) and owner.id in ("archive", "Image")
 
 
 @pytest.mark.parametrize("folder", ["minserve", "tests", "kernels"])
@@ -48,7 +49,15 @@ def test_case_191_the_check_sees(bad: str) -> None:
 
 @pytest.mark.parametrize(
     "good",
-    ["open(p, 'rb')", "p.open('wb')", "open(p, encoding='utf-8')", "p.read_bytes()", "p.read_text(encoding='utf-8')", "archive.open(name)"],
+    [
+        "open(p, 'rb')",
+        "p.open('wb')",
+        "open(p, encoding='utf-8')",
+        "p.read_bytes()",
+        "p.read_text(encoding='utf-8')",
+        "archive.open(name)",
+        "Image.open(file)",
+    ],
 )
 def test_case_191_the_check_lets_pass(good: str) -> None:
     assert without_encoding(good) == []

@@ -24,7 +24,7 @@ import ipywidgets as widgets
 from matplotlib.figure import Figure
 
 from minserve.lab import figures
-from minserve.lab.style import number_text
+from minserve.lab.style import number_text, shrink_png
 
 WIDTH, CONTROL_WIDTH = "770px", "370px"
 LINES_STYLE = "height: 9.8em; overflow-y: auto; margin-top: 0.4em"
@@ -103,7 +103,7 @@ class Explorer(ABC):
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         with self._lock:
             bundle: dict[str, Any] = dict(self.view._repr_mimebundle_() or {})
-            bundle["image/png"] = base64.b64encode(self.image.value).decode()
+            bundle["image/png"] = base64.b64encode(shrink_png(self.image.value)).decode()  # a notebook keeps it
             bundle["text/plain"] = self.text
             return bundle
 

@@ -154,10 +154,16 @@ def png_bytes(figure: Figure) -> bytes:
 
 
 def small_png_bytes(figure: Figure) -> bytes:
-    """The figure as PNG of at most 256 colours: a third of the bytes, for pictures that a file keeps. Takes half as long again."""
+    """The figure as PNG of at most 256 colours, for pictures that a file keeps. Takes half as long again."""
+    return shrink_png(png_bytes(figure))
+
+
+def shrink_png(png: bytes) -> bytes:
+    """The same picture in at most 256 colours: a third of the bytes."""
     buffer = io.BytesIO()
-    with Image.open(io.BytesIO(png_bytes(figure))) as picture:
-        picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
+    with Image.open(io.BytesIO(png)) as picture:
+        colours = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        colours.save(buffer, "png", optimize=True)
     return buffer.getvalue()
 
 

@@ -27,7 +27,7 @@ from minserve.lab import figures
 from minserve.lab.style import number_text, shrink_png
 
 WIDTH, CONTROL_WIDTH = "770px", "370px"
-LINES_STYLE = "height: 9.8em; overflow-y: auto; margin-top: 0.4em"
+SENTENCE_STYLE, LINES_STYLE = "min-height: 5.6em", "height: 8.4em; overflow-y: auto; margin-top: 0.4em"
 
 
 class Explorer(ABC):
@@ -71,8 +71,11 @@ class Explorer(ABC):
             (finding, numbers), details = self.words(), self.details()
             picture = figures.png_bytes(self.draw())
             self.error, self.text = None, "\n".join((f"{finding} {numbers}", *details))
-            lines = f"<div style='{LINES_STYLE}'>{'<br>'.join(map(html.escape, details))}</div>" if details else ""
-            self.caption.value = f"<div style='line-height: 1.4'><b>{html.escape(finding)}</b><br>{html.escape(numbers)}{lines}</div>"
+            sentence = f"<b>{html.escape(finding)}</b><br>{html.escape(numbers)}"
+            if details:
+                lines = "<br>".join(map(html.escape, details))
+                sentence = f"<div style='{SENTENCE_STYLE}'>{sentence}</div><div style='{LINES_STYLE}'>{lines}</div>"
+            self.caption.value = f"<div style='line-height: 1.4'>{sentence}</div>"
             self.image.value = picture
 
     def _on_change(self, _: Any = None) -> None:

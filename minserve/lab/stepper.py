@@ -102,7 +102,8 @@ class Replay(Explorer):
         """What happens in this step, by the decisions that it brought."""
         record = self.step_record
         if record is None:
-            return f"After the last of {len(self.trace.steps)} steps."
+            num_steps = len(self.trace.steps)
+            return f"After the last of {num_steps} steps." if num_steps else "No step runs: nobody is served."
         events = [f"{d.request_id} {d.words}" for d in self.trace.decisions if d.step == record.step]
         events += [f"{request_id} ends" for request_id in record.finished]
         return f"Step {record.step}: {'; '.join(events) if events else 'all go on as before'}."
@@ -139,7 +140,7 @@ class Replay(Explorer):
         return pool_map(
             self.snapshot,
             self.step_record,
-            title if len(title) < 118 else f"{title[:115]}...",
+            title if len(title) < 105 else f"{title[:102]}...",
             order=order,
             most_tokens=self._most_tokens,
             chosen=self.request.value,
@@ -220,7 +221,7 @@ class SteppingExplorer(Replay):
     def _refusals(self) -> list[str]:
         """What an engine of these settings says to those of the workload that it cannot serve."""
         engine, words = self.make_engine(), []
-        for _, arguments in self.workload.arrivals():
+        for _, arguments in sorted(self.workload.arrivals(), key=lambda arrival: arrival[0]):
             try:
                 engine.add(**arguments)
             except InvalidRequest as error:

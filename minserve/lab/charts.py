@@ -177,7 +177,7 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], x_label: str, title: s
     for row, parts in enumerate(rows.values()):
         for (name, value), end in zip(parts.items(), accumulate(parts.values()), strict=True):
             add_boxes(ax, [(end - value, row - 0.36, value, 0.72)], hues.get(name, GREY), edge="white")
-            words = number_text(value)
+            words = f"{value:,.0f}" if top >= 50 else number_text(value)
             if value > 0.014 * len(words) * top:  # it has room for its number
                 ax.text(end - value / 2, row, words, fontsize=SMALL_PT, color=INK, ha="center", va="center")
     _name_rows(ax, rows)

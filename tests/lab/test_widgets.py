@@ -1,4 +1,4 @@
-"""The three explorers by their values: what a slider does to the numbers, the sentence and the picture, without a browser."""
+"""The explorers by their values: what a slider does to the numbers, the sentence and the picture, without a browser."""
 
 import base64
 import html
@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import ipywidgets as widgets
@@ -15,7 +16,8 @@ from matplotlib.figure import Figure
 from minserve.core.policies import FirstComeFirstServed, StaticBatches, TimeoutBatches
 from minserve.lab import figures
 from minserve.lab.explorer import Explorer, duration
-from minserve.lab.widgets import BatchingExplorer, RooflineExplorer, VramCalculator
+from minserve.lab.stepper import SteppingExplorer
+from minserve.lab.widgets import BatchingExplorer, BudgetExplorer, RooflineExplorer, VramCalculator
 from minserve.sim import planner
 from minserve.sim.cost_model import CostModel, decode_work, row_work
 from minserve.sim.devices import DEVICES
@@ -25,7 +27,16 @@ from minserve.sim.simulator import make_engine, simulate
 SMALL = {"num_requests": 12, "num_prompt_tokens": 16, "mean_output_tokens": 12}
 
 
-@pytest.fixture(params=(VramCalculator, lambda: BatchingExplorer(**SMALL), RooflineExplorer), ids=("vram", "batching", "roofline"))
+MAKERS: dict[str, Callable[[], Explorer]] = {
+    "vram": VramCalculator,
+    "batching": lambda: BatchingExplorer(**SMALL),
+    "roofline": RooflineExplorer,
+    "budget": lambda: BudgetExplorer(token_budget=512),
+    "stepper": lambda: SteppingExplorer(position=8),
+}
+
+
+@pytest.fixture(params=MAKERS.values(), ids=list(MAKERS))
 def explorer(request: pytest.FixtureRequest) -> Explorer:
     return request.param()
 

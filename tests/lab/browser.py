@@ -236,8 +236,10 @@ class OpenExplorer:
         chooser = self.area.locator(".widget-dropdown").filter(has_text=description).locator("select")
         return self._after(lambda: chooser.select_option(option))
 
-    def click(self, title: str) -> tuple[str, str]:
-        return self._after(self.area.locator(f'button[title="{title}"]').click)
+    def click(self, title: str, times: int = 1) -> tuple[str, str]:
+        """Click a button, several times without waiting in between."""
+        button = self.area.locator(f'button[title="{title}"]')
+        return self._after(lambda: [button.click() for _ in range(times)])
 
     def _after(self, act: Callable[[], Any]) -> tuple[str, str]:
         """The sentence and the picture after something was done: both must become others, and then stay so."""

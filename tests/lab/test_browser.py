@@ -13,7 +13,9 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser
 
+from minserve.lab.stepper import little_workload
 from tests.lab.browser import LabServer, OpenNotebook, chromium, find_chromium, lab_server
+from tests.lab.watched import watched_run, words_of
 
 pytestmark = pytest.mark.browser
 
@@ -24,6 +26,8 @@ ALL_EXPLORERS = (
     "from minserve.lab.widgets import BatchingExplorer, RooflineExplorer, VramCalculator\nVramCalculator()",
     "BatchingExplorer()",
     "RooflineExplorer()",
+    "from minserve.lab.widgets import BudgetExplorer\nBudgetExplorer()",
+    "from minserve.lab.stepper import SteppingExplorer\nSteppingExplorer()",
 )
 
 
@@ -72,7 +76,7 @@ def screenshots(tmp_path: Path) -> Path:
 def test_all_explorers_follow_the_hand_in_the_dark_theme(opened: dict[str, OpenNotebook], screenshots: Path) -> None:
     notebook = opened[EXPLORERS]
     notebook.wait_for_end()
-    for slider in ("context", "length spread", "requests decoding"):
+    for slider in ("context", "length spread", "requests decoding", "newcomers"):
         explorer = notebook.explorer(slider)
         before = (explorer.caption, explorer.picture())
         after = explorer.drag(0.9)
@@ -83,6 +87,29 @@ def test_all_explorers_follow_the_hand_in_the_dark_theme(opened: dict[str, OpenN
             explorer.click("step backward")
             explorer.wait_for_words("1 run and 0 wait")
         explorer.save_screenshot(screenshots / f"dark-{slider.replace(' ', '-')}.png")
+    assert notebook.complaints == [] and notebook.outside_requests == []
+
+
+def test_stepping_shows_the_engine_s_own_state(opened: dict[str, OpenNotebook], screenshots: Path) -> None:
+    """Forward five, back two, other blocks: each time words and picture follow an engine that the page knows nothing of."""
+    notebook, arrivals = opened[EXPLORERS], little_workload().arrivals()
+    notebook.wait_for_end()
+    explorer, pictures = notebook.explorer("position"), {}
+
+    def expect(step: int, block_size: int, seen: tuple[str, str]) -> None:
+        caption, picture = seen
+        expected = [f"Step {step}:", *words_of(watched_run(arrivals, block_size=block_size).states[step], block_size)]
+        assert [words for words in expected if words not in caption] == [], caption
+        assert pictures.setdefault((step, block_size), picture) == picture
+
+    expect(0, 4, (explorer.caption, explorer.picture()))
+    expect(3, 4, explorer.click("step forward", times=3))
+    expect(5, 4, explorer.click("step forward", times=2))
+    explorer.save_screenshot(screenshots / "dark-position-5.png")
+    expect(3, 4, explorer.click("step backward", times=2))
+    expect(3, 8, explorer.choose("block size", "8"))
+    explorer.save_screenshot(screenshots / "dark-blocks-of-8.png")
+    assert len(set(pictures.values())) == len(pictures) == 4
     assert notebook.complaints == [] and notebook.outside_requests == []
 
 

@@ -1,6 +1,5 @@
 """Stepping and rewinding: what is shown is the state of an engine that knows nothing of explorers, trace or snapshots."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,10 +9,9 @@ import ipywidgets as widgets
 import pytest
 
 from minserve import LLM
-from minserve.core.batch import ScheduledBatch, StepResult
 from minserve.core.block_manager import BlockManager
 from minserve.core.clock import VirtualClock
-from minserve.core.engine import Arrival, Engine, ModelLimits
+from minserve.core.engine import Engine, ModelLimits
 from minserve.core.policies import StaticBatches
 from minserve.core.request import SamplingParams
 from minserve.core.scheduler import Scheduler, SchedulerConfig
@@ -23,15 +21,11 @@ from minserve.lab import figures
 from minserve.lab import stepper as stepper_module
 from minserve.lab.pool_grid import view_blocks
 from minserve.lab.stepper import Replay, SteppingExplorer, little_workload
-from minserve.sim.cost_model import CostModel
-from minserve.sim.devices import DEVICES
 from minserve.sim.runner import SimulatedRunner
-from minserve.sim.shapes import SHAPES
 from minserve.sim.swapping import make_swapping_engine
 from minserve.sim.workload import exact
+from tests.lab.watched import COST, watched_run, words_of
 from tests.tiny_model import save_tiny_model
-
-COST = CostModel(SHAPES["llama-2-13b"], DEVICES["a100-80gb"])
 
 
 @pytest.fixture
@@ -46,22 +40,7 @@ def stepper(unpainted: None) -> SteppingExplorer:
     return SteppingExplorer()
 
 
-# --- an engine of our own -------------------------------------------------------------------------
-
-
-def state_of(scheduler: Scheduler, batch: ScheduledBatch | None = None) -> dict[str, Any]:
-    """What the scheduler and its block manager hold, asked of them directly."""
-    blocks = scheduler.blocks
-    return {
-        "running": [(r.request_id, r.num_tokens, r.num_computed_tokens, blocks.table(r)) for r in scheduler.running],
-        "waiting": [(r.request_id, r.num_tokens, r.num_computed_tokens, blocks.table(r)) for r in scheduler.waiting],
-        "ref_counts": [blocks.ref_count(block_id) for block_id in range(blocks.num_blocks)],
-        "idle": list(blocks.cache.idle),
-        "free": list(blocks.free_ids),
-        "cached": [block_id for block_id in range(blocks.num_blocks) if blocks.cache.holds(block_id)],
-        "copies": list(batch.copies) if batch else [],
-        "rows": {row.request.request_id: (row.start, row.num_tokens) for row in batch.rows} if batch else {},
-    }
+# --- the engine's own state -----------------------------------------------------------------------
 
 
 def shown(explorer: Replay) -> dict[str, Any]:
@@ -83,42 +62,6 @@ def shown(explorer: Replay) -> dict[str, Any]:
     }
 
 
-class WatchingRunner(SimulatedRunner):
-    """Looks at the scheduler while a step runs, and keeps what the scheduler said about whom, without repetitions."""
-
-    scheduler: Scheduler
-
-    def __init__(self) -> None:
-        super().__init__(COST)
-        self.states: list[dict[str, Any]] = []
-        self.decisions: defaultdict[str, list[tuple[int, str]]] = defaultdict(list)
-
-    def execute(self, batch: ScheduledBatch) -> StepResult:
-        self.states.append(state_of(self.scheduler, batch))
-        for request_id, words in batch.decisions:
-            said = self.decisions[request_id]
-            if not said or said[-1][1] != words:
-                said.append((batch.step, words))
-        return super().execute(batch)
-
-
-def watched_run(
-    arrivals: Sequence[Arrival],
-    pool_tokens: int = 96,
-    block_size: int = 4,
-    token_budget: int = 16,
-    watermark_blocks: int = 0,
-    prefix_caching: bool = True,
-) -> WatchingRunner:
-    """The run under these settings; the state after it is the last one."""
-    runner = WatchingRunner()
-    blocks = BlockManager(pool_tokens // block_size, block_size, prefix_caching=prefix_caching)
-    scheduler = runner.scheduler = Scheduler(SchedulerConfig(token_budget, 8, watermark_blocks), blocks)
-    Engine(scheduler, runner, VirtualClock(), ModelLimits(4096, 32_000)).run(arrivals)
-    runner.states.append(state_of(scheduler))
-    return runner
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -138,6 +81,7 @@ def test_every_step_shows_the_engine_s_own_state(unpainted: None, settings: dict
     for position, state in enumerate(runner.states):
         explorer.position.value = position
         assert shown(explorer) == state, position
+        assert all(words in explorer.text for words in words_of(state, explorer.snapshot.block_size)), position
     for request_id in explorer.request.options:
         explorer.request.value = request_id
         for position in range(0, len(runner.states), 3):

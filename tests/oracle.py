@@ -59,7 +59,7 @@ class FaithfulRunner(OracleRunner):
         started = [name for name, words in batch.decisions if words.startswith(("starts", "resumes"))]
         for row in batch.rows:
             if row.request.request_id in started:
-                early = [r for r in scheduler.waiting if order(r) < order(row.request) and not scheduler._rides_on_parent(r)]
+                early = [r for r in scheduler.waiting if order(r) < order(row.request) and not scheduler._parent_at_work(r)]
                 assert not early, f"{row.request.request_id} overtakes {[r.request_id for r in early]}"
 
     def _check_row(self, row: ScheduledRequest) -> None:

@@ -90,9 +90,8 @@ class Scheduler:
         self.policy = policy or FirstComeFirstServed()
         self.waiting: list[Request] = []  # in the policy's order
         self.running: list[Request] = []
-        self._families: dict[
-            str, list[Request]
-        ] = {}  # id -> the unfinished request of that id, and those that fork from it
+        # id -> the unfinished request of that id, and those that fork from it
+        self._families: dict[str, list[Request]] = {}
         self._num_steps = 0
 
     # --- coming and going ------------------------------------------------------------------------
@@ -226,10 +225,9 @@ class Scheduler:
             plan.note(self.waiting[0], "waits: the policy lets nobody start now")
         promised = sum(map(self._num_promised, self.running))
         for request in candidates:
-            if self._rides_on_parent(request):
-                plan.note(
-                    request, f"waits: {request.parent and request.parent.request_id} computes its prompt"
-                )
+            parent = self._parent_at_work(request)
+            if parent is not None:
+                plan.note(request, f"waits: {parent.request_id} computes its prompt")
                 continue
             refusal, share = self._judge(request, promised, plan)
             if refusal:
@@ -249,12 +247,12 @@ class Scheduler:
             return request.max_total_tokens - 1  # the last one is never stored
         return request.num_tokens
 
-    def _rides_on_parent(self, request: Request) -> bool:
-        """True while the sibling whose blocks this one will fork is still computing their common prompt."""
+    def _parent_at_work(self, request: Request) -> Request | None:
+        """The sibling whose blocks this one will fork, while it is still computing their common prompt."""
         parent = request.parent
         if parent is None or parent.is_finished:
-            return False
-        return parent.num_computed_tokens < request.num_prompt_tokens - 1
+            return None
+        return parent if parent.num_computed_tokens < request.num_prompt_tokens - 1 else None
 
     def _judge(self, request: Request, promised: int, plan: _Plan) -> tuple[str | None, Share]:
         """Why the request must wait (None: it need not), and the blocks that it need not compute."""
@@ -309,10 +307,8 @@ class Scheduler:
         finished: list[Request] = []
         for row in batch.rows:
             request = row.request
-            if (
-                request.status is not RequestStatus.RUNNING
-            ):  # aborted or taken out while the step was under way
-                continue
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted or taken out while the step was under way
             request.num_computed_tokens = row.end
             if request.request_id in result.errors:
                 self.finish(request, FinishReason.ERROR, result.errors[request.request_id])

@@ -152,7 +152,7 @@ def _log_scales(ax: Axes, xs: Sequence[float], ys: Sequence[float]) -> None:
 
 def _draw_gaps(ax: Axes, times_s: Sequence[float], top_s: float) -> None:
     """The watched answer: each gap as a block as wide and as high as it is long, so stalls stand out."""
-    dress(ax, "The gaps in one long answer, with this budget", "seconds since its first token", "gap before the token, ms")
+    dress(ax, "The gaps in one long answer beside it all", "seconds since its first token", "gap before the token, ms")
     boxes = [(a - times_s[0], 0.0, b - a, 1e3 * (b - a)) for a, b in pairwise(times_s)]
     add_boxes(ax, boxes, PALETTE[3])
     ax.set_xlim(0, times_s[-1] - times_s[0])

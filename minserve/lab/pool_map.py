@@ -20,7 +20,7 @@ from minserve.lab.style import GREY, INK, LABEL_PT, TITLE_PT, deep, pale
 
 HEIGHT_IN = 4.9
 GAUGE_TOP_IN, GAUGE_HEIGHT_IN = 2.05, 0.17
-QUEUE_TOP_IN, ROW_IN, MAX_ROWS = 1.55, 0.155, 8
+QUEUE_TOP_IN, ROW_IN, MAX_ROWS = 1.53, 0.157, 7
 PALE_INK = pale(INK, 0.5)
 
 
@@ -69,13 +69,13 @@ def pool_sheet(
 def _draw_gauge(sheet: Sheet, left: float, width: float, words: str, total: int, parts: Iterable[tuple[int, str, str, str | None]]) -> None:
     """A bar of `total`, filled from the left by parts of (number, colour, name, hatch)."""
     bottom = GAUGE_TOP_IN - GAUGE_HEIGHT_IN
-    sheet.write(left, GAUGE_TOP_IN + 0.09, words)
+    sheet.write(left, GAUGE_TOP_IN + 0.1, words, LABEL_PT)
     sheet.boxes({(left, bottom, width, GAUGE_HEIGHT_IN): FREE})
     x = left
     for number, colour, name, hatch in parts:
         part = width * number / total
         sheet.boxes({(x, bottom, max(part - 0.012, 0.0), GAUGE_HEIGHT_IN): colour}, hatch, edge=pale(INK, 0.4))
-        if part > 0.08 * len(name):
+        if part > 0.068 * len(name):
             sheet.write(x + part / 2, bottom + GAUGE_HEIGHT_IN / 2, name, side="center", halo=True)
         x += part
 
@@ -101,7 +101,7 @@ def _draw_budget(sheet: Sheet, snapshot: Snapshot, step_record: StepRecord | Non
         colour = names.colours[request_id]
         parts.append((count, pale(colour) if is_decode else colour, names.short[request_id], None))
     num_decodes = sum(colour == pale(names.colours[request_id]) for request_id, (_, colour, *_) in zip(rows, parts, strict=True))
-    spent = f"{sum(count for count, *_ in parts) - num_decodes} prompt (full) and {num_decodes} decode tokens (pale)"
+    spent = f"{sum(count for count, *_ in parts) - num_decodes} prompt (full), {num_decodes} decode (pale)"
     _draw_gauge(sheet, 3.6, WIDTH_IN - MARGIN_IN - 3.6, f"token budget {budget}: {spent if step_record else 'no step runs'}", budget, parts)
 
 
@@ -120,13 +120,13 @@ def _draw_queues(sheet: Sheet, snapshot: Snapshot, step_record: StepRecord | Non
         y = QUEUE_TOP_IN - (index + 0.5) * ROW_IN
         count = rows.get(state.request_id, (0, 0))[1]
         _draw_progress(sheet, y, state, count, most_tokens, names)
-        sheet.write(2.1, y, f"{state.num_computed_tokens} + {count} of {state.num_tokens}")
-        sheet.write(2.95, y, _table_words(state.block_ids))
+        sheet.write(2.1, y, f"{state.num_computed_tokens} + {count} of {state.num_tokens}", LABEL_PT)
+        sheet.write(3.05, y, _table_words(state.block_ids), LABEL_PT)
     for index, state in enumerate(waiting[:MAX_ROWS]):
         y = QUEUE_TOP_IN - (index + 0.5) * ROW_IN
         sheet.boxes({(5.0, y - 0.35 * ROW_IN, 0.1, 0.7 * ROW_IN): names.colours[state.request_id]})
-        sheet.write(5.16, y, names.full(state.request_id))
-        sheet.write(5.95, y, f"{state.num_tokens}{', preempted' if state.request_id in preempted else ''}")
+        sheet.write(5.16, y, names.full(state.request_id), LABEL_PT)
+        sheet.write(5.95, y, f"{state.num_tokens}{', preempted' if state.request_id in preempted else ''}", LABEL_PT)
     for x, states in ((MARGIN_IN, running), (5.0, waiting)):
         if len(states) > MAX_ROWS:
             sheet.write(x, QUEUE_TOP_IN - (MAX_ROWS + 0.5) * ROW_IN, f"... and {len(states) - MAX_ROWS} more")
@@ -135,13 +135,13 @@ def _draw_queues(sheet: Sheet, snapshot: Snapshot, step_record: StepRecord | Non
 def _draw_progress(sheet: Sheet, y: float, state: RequestState, count: int, most_tokens: int, names: Names) -> None:
     """The name, and a bar of the known tokens: computed, computed in this step, not yet."""
     colour, left, unit = names.colours[state.request_id], MARGIN_IN + 0.85, 1.05 / most_tokens
-    sheet.write(MARGIN_IN, y, names.full(state.request_id))
+    sheet.write(MARGIN_IN, y, names.full(state.request_id), LABEL_PT)
     done, known = state.num_computed_tokens * unit, state.num_tokens * unit
     for start, width, shade in ((0.0, known, pale(colour, 0.3)), (0.0, done, colour), (done, count * unit, deep(colour, 0.55))):
         sheet.boxes({(left + start, y - 0.35 * ROW_IN, width, 0.7 * ROW_IN): shade})
 
 
-def _table_words(block_ids: Sequence[int], room: int = 34) -> str:
+def _table_words(block_ids: Sequence[int], room: int = 29) -> str:
     """The table, cut in the middle where it is too long for its line."""
     words = " ".join(map(str, block_ids))
     if len(words) <= room:

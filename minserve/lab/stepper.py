@@ -13,7 +13,7 @@ Taught in notebooks 04, 06 and 07.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +119,12 @@ class Replay(Explorer):
     def _block_words(self) -> str:
         s = self.snapshot
         num_used = s.num_blocks - len(s.idle) - len(s.free)
-        shared = ", ".join(f"{block_id} by {count}" for block_id, count in enumerate(s.ref_counts) if count > 1)
+        by_count = {count: [b for b, of_b in enumerate(s.ref_counts) if of_b == count] for count in sorted({*s.ref_counts} - {0, 1})}
+        shared = "".join(f"; shared by {count}: {ranges(block_ids)}" for count, block_ids in by_count.items())
         copied = ", ".join(f"{source} to {target}" for source, target in s.copies)
         return (
             f"Of {s.num_blocks} blocks of {s.block_size}, {num_used} are used, {len(s.idle)} idle and {len(s.free)} free"
-            f"{f'; shared: {shared}' if shared else ''}{f'; copied: {copied}' if copied else ''}."
+            f"{shared}{f'; copied: {copied}' if copied else ''}."
         )
 
     def _queue_words(self) -> str:
@@ -150,6 +151,21 @@ class Replay(Explorer):
     def _most_tokens(self) -> int:
         """The length of the longest request of the run: bars keep their scale from step to step."""
         return max((r.num_prompt_tokens + r.num_output_tokens for r in self.trace.requests.values()), default=1)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers, neighbours as one.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 class SteppingExplorer(Replay):

@@ -15,7 +15,7 @@ from playwright.sync_api import Browser
 
 from minserve.lab.stepper import little_workload
 from tests.lab.browser import LabServer, OpenNotebook, chromium, find_chromium, lab_server
-from tests.lab.watched import watched_run, words_of
+from tests.lab.watched import shared_in, shared_of, watched_run, words_of
 
 pytestmark = pytest.mark.browser
 
@@ -98,8 +98,9 @@ def test_stepping_shows_the_engine_s_own_state(opened: dict[str, OpenNotebook], 
 
     def expect(step: int, block_size: int, seen: tuple[str, str]) -> None:
         caption, picture = seen
-        expected = [f"Step {step}:", *words_of(watched_run(arrivals, block_size=block_size).states[step], block_size)]
-        assert [words for words in expected if words not in caption] == [], caption
+        state = watched_run(arrivals, block_size=block_size).states[step]
+        assert [words for words in (f"Step {step}:", *words_of(state, block_size)) if words not in caption] == [], caption
+        assert shared_in(caption) == shared_of(state)
         assert pictures.setdefault((step, block_size), picture) == picture
 
     expect(0, 4, (explorer.caption, explorer.picture()))

@@ -24,7 +24,7 @@ from minserve.lab.stepper import Replay, SteppingExplorer, little_workload
 from minserve.sim.runner import SimulatedRunner
 from minserve.sim.swapping import make_swapping_engine
 from minserve.sim.workload import exact
-from tests.lab.watched import COST, watched_run, words_of
+from tests.lab.watched import COST, shared_in, shared_of, watched_run, words_of
 from tests.tiny_model import save_tiny_model
 
 
@@ -82,6 +82,7 @@ def test_every_step_shows_the_engine_s_own_state(unpainted: None, settings: dict
         explorer.position.value = position
         assert shown(explorer) == state, position
         assert all(words in explorer.text for words in words_of(state, explorer.snapshot.block_size)), position
+        assert shared_in(explorer.text) == shared_of(state), position
     for request_id in explorer.request.options:
         explorer.request.value = request_id
         for position in range(0, len(runner.states), 3):
@@ -146,10 +147,7 @@ def test_the_words_say_what_the_picture_shows(stepper: SteppingExplorer) -> None
     assert stepper.text.startswith(
         "Step 5: C#1 starts: 1 of 10 tokens, 9 cached; D starts: 12 of 38 tokens. At 83.2 ms, 5 requests compute 16 of"
     )
-    assert (
-        "Of 24 blocks of 4, 16 are used, 0 idle and 8 free; shared: 0 by 2, 1 by 2, 2 by 2, 3 by 2, 9 by 2, 10 by 2; copied: 11 to 12."
-        in (stepper.text)
-    )
+    assert "Of 24 blocks of 4, 16 are used, 0 idle and 8 free; shared by 2: 0-3, 9-10; copied: 11 to 12." in (stepper.text)
     assert "Running: A, B, C, C#1, D; waiting: nobody." in stepper.text
     stepper.position.value = 14
     assert stepper.text.startswith("Step 14: A ends.")

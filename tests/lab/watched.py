@@ -1,5 +1,6 @@
 """A run of the scheduler that is watched by hand: what the stepping explorer must show, found without it, trace or snapshots."""
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -69,12 +70,24 @@ def watched_run(
 
 
 def words_of(state: dict[str, Any], block_size: int) -> list[str]:
-    """What a caption must say of such a state."""
+    """What a caption must say of such a state, the shared blocks left out."""
     counts, queues = state["ref_counts"], [", ".join(row[0] for row in state[queue]) or "nobody" for queue in ("running", "waiting")]
     num_used = sum(count > 0 for count in counts)
-    shared = ", ".join(f"{block_id} by {count}" for block_id, count in enumerate(counts) if count > 1)
     return [
         f"Of {len(counts)} blocks of {block_size}, {num_used} are used, {len(state['idle'])} idle and {len(state['free'])} free",
-        f"free; shared: {shared}" if shared else "free",
         f"Running: {queues[0]}; waiting: {queues[1]}.",
     ]
+
+
+def shared_in(caption: str) -> dict[int, int]:
+    """Block id -> number of owners, of the shared blocks that a caption names."""
+    counts: dict[int, int] = {}
+    for count, listed in re.findall(r"; shared by (\d+): ([\d, -]+)", caption):
+        for part in listed.split(", "):
+            first, _, last = part.partition("-")
+            counts.update(dict.fromkeys(range(int(first), int(last or first) + 1), int(count)))
+    return counts
+
+
+def shared_of(state: dict[str, Any]) -> dict[int, int]:
+    return {block_id: count for block_id, count in enumerate(state["ref_counts"]) if count > 1}

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from minserve.lab import figures
-from minserve.lab.explorer import Explorer, amount, choice, steps, whole
+from minserve.lab.explorer import Explorer, amount, choice, places, step_buttons, steps, whole
 
 
 class Dividing(Explorer):
@@ -123,3 +123,37 @@ def test_a_choice_has_names_for_its_values() -> None:
     chooser = choice("on", (("yes", True), ("no", False)), True)
     chooser.value = False
     assert chooser.label == "no"
+
+
+def test_places_are_where_a_slider_stops() -> None:
+    slider = places("token budget", (64, 1024, 100), 1024)
+    assert slider.value == 1024 and [label for label, _ in slider.options] == ["64", "1,024", "100"]
+
+
+def test_step_buttons_stay_within_their_slider() -> None:
+    slider = whole("step", 2, 5, 3)
+    start, back, forward, end = step_buttons(slider)
+    seen = []
+    for button in (back, back, forward, end, forward, start, back):
+        button.click()
+        seen.append(slider.value)
+    assert seen == [2, 2, 3, 5, 5, 2, 2]
+    slider.max = 9  # another run is longer
+    end.click()
+    assert slider.value == 9
+
+
+class Telling(Dividing):
+    """And tells how it came about."""
+
+    def details(self) -> list[str]:
+        return [f"12 < {self.number.value}?"] * self.number.value
+
+
+def test_details_are_lines_of_their_own_in_a_box_that_keeps_its_height() -> None:
+    explorer = Telling()
+    assert explorer.text.split("\n") == ["<4.0> is the share."] + ["12 < 3?"] * 3
+    assert explorer.caption.value.count("12 &lt; 3?") == 3 and "height: 8.4em" in explorer.caption.value
+    explorer.number.value = 12
+    assert explorer.text.count("\n") == 12 and explorer.caption.value.count("height: 8.4em") == 1
+    assert "em; overflow" not in Dividing().caption.value

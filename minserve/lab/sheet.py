@@ -13,8 +13,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 
@@ -62,17 +63,23 @@ class Sheet:
         """Draw frames and words above the boxes."""
         corners = [[(x, y), (x + w, y), (x + w, y + h), (x, y + h), (x, y)] for x, y, w, h in self.frames]
         self.ax.add_collection(LineCollection(corners, colors=INK, linewidths=1.2, capstyle="projecting"))
-        haloed = [_place(words) for words in self.words if words.text.strip() and words.has_halo]
-        if haloed:
-            halo = Path.make_compound_path(*haloed)
-            self.ax.add_collection(PathCollection([halo], facecolors="white", edgecolors="white", linewidths=HALO_PT, joinstyle="round"))
         by_colour: dict[str, list[Path]] = {}
+        halos: list[Path] = []
         for words in self.words:
             if words.text.strip():
-                by_colour.setdefault(words.colour, []).append(_place(words))
-        paths = [Path.make_compound_path(*paths) for paths in by_colour.values()]
-        self.ax.add_collection(PathCollection(paths, facecolors=list(by_colour), linewidths=0))
+                outline = _place(words)
+                by_colour.setdefault(words.colour, []).append(outline)
+                halos += [outline] if words.has_halo else []
+        if halos:
+            self._draw_outlines(halos, "white", linewidth=HALO_PT)
+        for colour, outlines in by_colour.items():
+            self._draw_outlines(outlines, colour, linewidth=0.0)
         return self.figure
+
+    def _draw_outlines(self, outlines: list[Path], colour: str, linewidth: float) -> None:
+        # As an artist and no more: neither a patch nor a collection, which would ask for the extents of every curve.
+        patch = PathPatch(Path.make_compound_path(*outlines), facecolor=colour, edgecolor=colour, linewidth=linewidth, joinstyle="round")
+        self.ax.add_artist(patch)
 
 
 def _place(words: Words) -> Path:

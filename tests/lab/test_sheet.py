@@ -4,16 +4,26 @@ from typing import cast
 
 import numpy as np
 import pytest
-from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
+from matplotlib.patches import PathPatch
 
 from minserve.lab.sheet import Sheet, Words
 from minserve.lab.style import INK, png_bytes
 
 
+def outlines(sheet: Sheet) -> list[PathPatch]:
+    """Halo and words, one of a colour, in the order in which they lie on each other."""
+    return [artist for artist in sheet.ax.get_children() if isinstance(artist, PathPatch)]
+
+
+def vertices(patch: PathPatch) -> np.ndarray:
+    return cast(np.ndarray, patch.get_path().vertices)
+
+
 def extents(sheet: Sheet) -> tuple[float, float, float, float]:
     """Left, right, bottom and top of all that is drawn last."""
-    words = [c for c in sheet.ax.collections if isinstance(c, PathCollection)][-1]
-    corners = np.concatenate([cast(np.ndarray, path.vertices) for path in words.get_paths()])
+    corners = vertices(outlines(sheet)[-1])
     (left, bottom), (right, top) = corners.min(axis=0), corners.max(axis=0)
     return left, right, bottom, top
 
@@ -46,9 +56,9 @@ def test_a_colour_is_one_path_and_a_halo_lies_below_it() -> None:
         sheet.write(0.1 * index, 0.5, f"{index}", colour="#ff0000" if index % 2 else "#0000ff", halo=index < 3)
     sheet.write(0.1, 0.1, " ")  # nothing to draw
     sheet.finish()
-    halo, words = (c for c in sheet.ax.collections if isinstance(c, PathCollection))
-    assert len(halo.get_paths()) == 1 and len(words.get_paths()) == 2
-    assert len(cast(np.ndarray, halo.get_paths()[0].vertices)) < len(cast(np.ndarray, words.get_paths()[0].vertices))
+    halo, blue, red = outlines(sheet)
+    assert [to_hex(patch.get_facecolor()) for patch in (halo, blue, red)] == ["#ffffff", "#0000ff", "#ff0000"]
+    assert len(vertices(halo)) < len(vertices(red)) and halo.get_linewidth() == 2.5
 
 
 def test_frames_are_lines_around_their_boxes() -> None:

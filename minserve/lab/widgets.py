@@ -1,11 +1,11 @@
-"""The explorers: memory, batching and the roofline, each a function of its sliders.
+"""The explorers: memory, batching, the token budget and the roofline, each a function of its sliders.
 
 Why: the questions of serving are "what if" questions. The answers here come from the planner, the cost model and the real scheduler on a
 virtual clock, never from a formula that only the picture knows.
 
 Invariant: each has its numbers as plain attributes, so a notebook sets a control's value and asserts on them.
 
-Taught in notebooks 01, 02 and 03.
+Taught in notebooks 01, 02, 03 and 06.
 """
 
 import math

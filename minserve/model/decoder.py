@@ -14,16 +14,17 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minserve.model.attention import AttentionMetadata, paged_attention
 from minserve.model.config import ModelConfig
 from minserve.model.kv_cache import KVCache
 from minserve.model.linear import Linear
-from minserve.model.rope import Rotation, attention_factor, inverse_frequencies, rotate_, rotation
+from minserve.model.operations import Operations
+from minserve.model.rope import Rotation, attention_factor, inverse_frequencies, rotation
 from minserve.model.weights import Checkpoint, Weights
 
 
@@ -74,37 +75,38 @@ class Decoder:
         return f"{c.architecture}, {c.num_parameters / 1e6:,.1f} M parameters, {c.num_layers} layers, {heads}, {type_name} on {self.device}"
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, cache: KVCache, metadata: AttentionMetadata, backend: str = "torch") -> Tensor:
-        """Run all layers, and write the step's keys and values. token_ids, positions: [T] -> normed hidden states [T, E]"""
-        turn = rotation(positions, self._frequencies, self._rope_factor)
-        x = F.embedding(token_ids, self.embedding)  # [T, E]
-        for i, layer in enumerate(self.layers):
-            q, kv = self._project(layer, self._normed(x, layer.attention_norm), turn)
-            cache.write(i, kv, metadata.place)
-            attended = paged_attention(q, cache, i, metadata, self.scale, layer.window, backend)  # [T, H * D]
-            x = layer.output(attended, add=x)
-            gate, up = layer.gate_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)  # [T, I] each
-            x = layer.down(F.silu(gate).mul_(up), add=x)
-        return self._normed(x, self.norm)
+    def forward(self, token_ids: Tensor, positions: Tensor, cache: KVCache, step: Any, operations: Operations) -> Tensor:
+        """Run all layers, and write the step's keys and values. token_ids, positions: [T] -> normed hidden states [T, E]
+
+        step: as `operations.lay_out` has made it.
+        """
+        eps, turn = self.config.norm_eps, rotation(positions, self._frequencies, self._rope_factor)
+        x = F.embedding(token_ids, self.embedding)  # [T, E], the residual stream
+        normed = operations.norm(x, self.layers[0].attention_norm, eps)
+        next_norms = [*[layer.attention_norm for layer in self.layers[1:]], self.norm]
+        for i, (layer, next_norm) in enumerate(zip(self.layers, next_norms, strict=True)):
+            q, kv = cache.mix(*self._project(layer, normed, turn, operations))
+            attended = cache.unmix(operations.attend(q, kv, cache, i, step, self.scale, layer.window))  # [T, H * D]
+            normed, x = operations.add_norm(layer.output, attended, x, layer.mlp_norm, eps)
+            inner = operations.swiglu(layer.gate_up(normed))  # [T, I]
+            normed, x = operations.add_norm(layer.down, inner, x, next_norm, eps)
+        return normed
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [R, E], the rows that need a next token -> [R, V] in the compute type"""
         return self.head(hidden)
 
-    def _project(self, layer: Layer, x: Tensor, turn: Rotation) -> tuple[Tensor, Tensor]:
+    def _project(self, layer: Layer, x: Tensor, turn: Rotation, operations: Operations) -> tuple[Tensor, Tensor]:
         """Queries, and keys and values together; q and k turned to their positions. x: [T, E] -> [T, H, D], [T, 2, K, D]"""
         c = self.config
         heads = layer.qkv(x).view(x.shape[0], -1, c.head_dim)  # [T, H + K + K, D]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k, _ = heads.split((c.num_heads, c.num_kv_heads, c.num_kv_heads), dim=1)
-            q.copy_(self._normed(q, layer.q_norm))
-            k.copy_(self._normed(k, layer.k_norm))
-        rotate_(heads[:, : c.num_heads + c.num_kv_heads], turn)  # q and k in one go
+            q.copy_(operations.norm(q, layer.q_norm, c.norm_eps))
+            k.copy_(operations.norm(k, layer.k_norm, c.norm_eps))
+        operations.rotate_(heads[:, : c.num_heads + c.num_kv_heads], c.num_heads, turn)
         return heads[:, : c.num_heads], heads[:, c.num_heads :].unflatten(1, (2, c.num_kv_heads))
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
 
 class _Loader:

@@ -15,19 +15,38 @@ import torch
 from torch import Tensor
 
 from minserve.core.batch import ScheduledBatch, ScheduledRequest, StepResult
-from minserve.model.attention import AttentionMetadata, require_known_backend
+from minserve.model.attention_triton import TritonOperations
+from minserve.model.cuda_graphs import DecodeGraphs, Record
 from minserve.model.decoder import Decoder
 from minserve.model.kv_cache import KVCache
+from minserve.model.operations import choose_operations
 from minserve.model.sampler import Sampler
 
 
 class ModelRunner:
     """Executes steps on a decoder, a cache and a sampler that it is given."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler, backend: str = "torch"):
-        """Raises ValueError for an unknown backend: now, and not in the first step."""
-        require_known_backend(backend)
-        self.decoder, self.cache, self.sampler, self.backend = decoder, cache, sampler, backend
+    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler, backend: str = "auto"):
+        """Raises ValueError for a backend that is unknown or cannot serve here: now, and not in the first step."""
+        self.decoder, self.cache, self.sampler = decoder, cache, sampler
+        self.operations, self._why_operations = choose_operations(backend, cache)
+        self.graphs: DecodeGraphs | None = None
+
+    def describe(self) -> str:
+        """In one line, what runs between the matrix products."""
+        graphs = f", decode steps of up to {self.graphs.sizes[-1]} requests as CUDA graphs" if self.graphs else ""
+        return f"attention backend: {self.operations.name}, {self._why_operations}{graphs}"
+
+    def record_graphs(self, max_requests: int, max_tokens: int, record: Record | None = None) -> None:
+        """From now on, run decode steps of up to `max_requests` requests of up to `max_tokens` tokens as CUDA graphs."""
+        assert isinstance(self.operations, TritonOperations), "a graph is recorded with the kernels"
+        self.graphs = DecodeGraphs(self.decoder, self.cache, self.operations, max_requests, max_tokens, record)
+
+    def use(self, decoder: Decoder) -> None:
+        """Run other weights of the same shape."""
+        self.decoder = decoder
+        if self.graphs is not None:
+            self.graphs = self.graphs.recorded_for(decoder)
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepResult:
@@ -51,7 +70,8 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden(self, batch: ScheduledBatch) -> tuple[Tensor, tuple[ScheduledRequest, ...]]:
         """Run the decoder over every token of the step: hidden states [T, E], and the rows in the order of their tokens."""
-        decoder = self.decoder
-        metadata = AttentionMetadata.build(batch, self.cache, decoder.config.windows, decoder.dtype)
-        token_ids = torch.tensor([t for row in metadata.rows for t in row.token_ids], device=decoder.device)  # [T]
-        return decoder.forward(token_ids, metadata.positions, self.cache, metadata, self.backend), metadata.rows
+        decoder, operations = self.decoder, self.operations
+        if self.graphs is not None and self.graphs.fits(batch.rows):
+            return self.graphs.hidden(batch.rows), batch.rows
+        step = operations.lay_out(batch, self.cache, decoder.config, decoder.dtype)
+        return decoder.forward(step.token_ids, step.positions, self.cache, step, operations), step.rows

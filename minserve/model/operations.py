@@ -26,7 +26,8 @@ from minserve.model.rope import Rotation, rotate_
 BACKENDS = ("auto", "torch", "triton")
 SMALLEST_BLOCK = 16  # slots: what a tensor core multiplies at once
 LARGEST_HEAD = 128
-FP8_CAPABILITY = (8, 9)  # NVIDIA's cards before it have no e4m3, and Triton refuses to compile it for them
+TRITON_CAPABILITY = (8, 0)  # the oldest of NVIDIA's cards (Ampere) that Triton supports
+FP8_CAPABILITY = (8, 9)  # older ones have no e4m3, and Triton refuses to compile it for them
 
 
 class BackendUnavailable(ValueError):
@@ -128,16 +129,19 @@ def why_no_triton(cache: KVCache) -> str | None:
         return f"kernels take blocks of a power of two from {SMALLEST_BLOCK} slots, not of {cache.block_size}"
     if cache.head_dim > LARGEST_HEAD:
         return f"kernels take heads of up to {LARGEST_HEAD} numbers, the model's have {cache.head_dim}"
-    if cache.paged(0).format == "fp8" and not _has_fp8(cache.device):
-        return (
-            f"{cache.device} has no fp8 (e4m3 needs compute capability {'.'.join(map(str, FP8_CAPABILITY))}); int8 takes about as few bytes"
-        )
+    return _too_old(cache.device, cache.kv_cache_dtype) if _is_gpu(cache) and torch.version.hip is None else None
+
+
+def _too_old(device: torch.device, kv_cache_dtype: str) -> str | None:
+    """What an NVIDIA card lacks."""
+    capability = torch.cuda.get_device_capability(device)
+    words = f"{device} has compute capability {capability[0]}.{capability[1]}"
+    if capability < TRITON_CAPABILITY:
+        return f"{words}, Triton needs 8.0"
+    if kv_cache_dtype == "fp8" and capability < FP8_CAPABILITY:
+        return f"{words}, kernels need 8.9 for fp8; int8 takes about as few bytes"
     return None
 
 
 def _is_gpu(cache: KVCache) -> bool:
     return cache.device.type == "cuda"  # torch calls HIP devices so, too
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

@@ -9,7 +9,9 @@ reach its last known token yields no token.
 Taught in notebook 05.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +73,13 @@ class ModelRunner:
     def hidden(self, batch: ScheduledBatch) -> tuple[Tensor, tuple[ScheduledRequest, ...]]:
         """Run the decoder over every token of the step: hidden states [T, E], and the rows in the order of their tokens."""
         decoder, operations = self.decoder, self.operations
-        if self.graphs is not None and self.graphs.fits(batch.rows):
-            return self.graphs.hidden(batch.rows), batch.rows
-        step = operations.lay_out(batch, self.cache, decoder.config, decoder.dtype)
-        return decoder.forward(step.token_ids, step.positions, self.cache, step, operations), step.rows
+        with on_device(decoder.device):
+            if self.graphs is not None and self.graphs.fits(batch.rows):
+                return self.graphs.hidden(batch.rows), batch.rows
+            step = operations.lay_out(batch, self.cache, decoder.config, decoder.dtype)
+            return decoder.forward(step.token_ids, step.positions, self.cache, step, operations), step.rows
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """In here, kernels are launched on `device`: Triton launches on torch's current GPU, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -181,11 +181,11 @@ class _Watch:
         (stored, loaded), elements = self.users[access.tensor], access.elements
         me = _number(access.program)
         if access.kind == "store":
-            self._complain(access, stored[elements], "store")
-            self._complain(access, loaded[elements], "load")
+            self._complain(access, stored[elements], "stored")
+            self._complain(access, loaded[elements], "loaded")
             stored[elements] = me
         elif access.kind == "load":
-            self._complain(access, stored[elements], "store")
+            self._complain(access, stored[elements], "stored")
             before = loaded[elements]
             loaded[elements] = np.where((before == NOBODY) | (before == me), me, SEVERAL)
 

@@ -8,6 +8,7 @@ Invariant: no helper touches pyplot, which is not safe beside a widget's callbac
 Taught in notebook 00.
 """
 
+import atexit
 import base64
 import datetime
 import inspect
@@ -16,8 +17,11 @@ import math
 import os
 import platform
 import re
+import shutil
+import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,7 @@ from minserve.lab.claims import Verdict, require_known
 MIB = 1 << 20
 FIGURES_FOLDER = "MINSERVE_FIGURES"  # the environment variable that `make outputs` sets, and no one who only reads and runs
 NUM_FIELDS = {"claim": 5, "score": 8, "record": 5}  # of the plain lines that notebook 15 and the tests collect
+TRITON_CACHE = "TRITON_CACHE_DIR"  # the environment variable for the folder of compiled kernels
 SCORE_COLUMNS = ("notebook", "memory MiB", "TTFT p50 ms", "TPOT p50 ms", "output tokens/s", "quality", "cost")
 
 
@@ -44,6 +49,28 @@ def setup() -> None:
     if shell is not None:
         shell.display_formatter.formatters["image/png"].for_type(Figure, _png_base64)  # IPython's own helper would load pyplot
     print(f"{machine()}; {', '.join(f'{name} {version}' for name, version in versions().items())}, threads: {torch.get_num_threads()}")
+
+
+class TritonMissing(ImportError):
+    """Triton is not installed. A cell that raises it shows the sentence, without a traceback."""
+
+    def _render_traceback_(self) -> list[str]:  # IPython asks for it
+        return [str(self)]
+
+
+def require_triton() -> None:
+    """For a notebook of kernels, before it imports any: compiled ones go to a folder that ends with this process.
+
+    Raises TritonMissing, in words that help, where Triton is not installed.
+    """
+    if find_spec("triton") is None:
+        raise TritonMissing(
+            "Triton is not installed here (it comes for Linux only: pip install 'minserve[triton]'), so the cells of this notebook "
+            "cannot run; its saved outputs can be read as they are, and no other notebook needs it."
+        )
+    if TRITON_CACHE not in os.environ:
+        os.environ[TRITON_CACHE] = folder = tempfile.mkdtemp(prefix="minserve-triton-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def machine() -> str:
@@ -58,15 +85,16 @@ def versions() -> dict[str, str]:
 
 
 def show_source(obj: Any, max_lines: int = 40, max_columns: int = 110) -> None:
-    """Show the live source of a function, method or class. Raises ValueError if a projector could not show it in one piece."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(obj))).rstrip()
+    """Show the live source of a function, method, class or kernel. Raises ValueError if a projector could not show it in one piece."""
+    plain = getattr(obj, "fn", obj)  # what @triton.jit has wrapped
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(plain))).rstrip()
     num_lines = source.count("\n") + 1
     if num_lines > max_lines:
-        raise ValueError(f"{obj.__qualname__} has {num_lines} lines, at most {max_lines} are shown at a time: choose a part of it")
+        raise ValueError(f"{plain.__qualname__} has {num_lines} lines, at most {max_lines} are shown at a time: choose a part of it")
     num_columns = max(len(line) for line in source.splitlines())
     if num_columns > max_columns:
-        raise ValueError(f"{obj.__qualname__} is {num_columns} columns wide, at most {max_columns} are shown: break its lines")
-    name = f"{obj.__module__}.{obj.__qualname__}"
+        raise ValueError(f"{plain.__qualname__} is {num_columns} columns wide, at most {max_columns} are shown: break its lines")
+    name = f"{plain.__module__}.{plain.__qualname__}"
     _show(f"`{name}`\n\n```python\n{source}\n```", f"# {name}\n{source}")
 
 

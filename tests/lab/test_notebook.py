@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import subprocess
 import sys
@@ -67,6 +68,55 @@ def test_show_source_refuses_more_than_it_may_show() -> None:
         notebook.show_source(Engine.step, max_lines=2)
     with pytest.raises(ValueError, match=r"Engine.step is \d+ columns wide, at most 60"):
         notebook.show_source(Engine.step, max_columns=60)
+
+
+def test_show_source_shows_what_a_kernel_wraps(shown: list[dict[str, str]]) -> None:
+    class Wrapped:  # as @triton.jit leaves a kernel: an object that is no function, and the function in it
+        fn = staticmethod(notebook.versions)
+
+    notebook.show_source(Wrapped())
+    [bundle] = shown
+    assert bundle["text/plain"].startswith("# minserve.lab.notebook.versions\ndef versions()")
+
+
+def test_without_triton_a_notebook_of_kernels_says_so_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "find_spec", lambda name: None)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with pytest.raises(notebook.TritonMissing, match="Linux only.*no other notebook needs it") as raised:
+        notebook.require_triton()
+    assert raised.value._render_traceback_() == [str(raised.value)]
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_without_triton_a_cell_shows_the_sentence_and_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "from minserve.lab import notebook\n"
+        "notebook.find_spec = lambda name: None\n"
+        "result = InteractiveShell.instance().run_cell('from minserve.lab.notebook import require_triton; require_triton()')\n"
+        "assert isinstance(result.error_in_exec, ImportError)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.startswith("Triton is not installed here") and out.stdout.count("\n") == 1
+
+
+def test_with_triton_compiled_kernels_go_to_a_folder_that_ends_with_the_process() -> None:
+    code = (
+        "import os\n"
+        "from minserve.lab import notebook\n"
+        "notebook.find_spec = lambda name: True\n"
+        "notebook.require_triton()\n"
+        "folder = os.environ['TRITON_CACHE_DIR']\n"
+        "notebook.require_triton()\n"
+        "assert os.environ['TRITON_CACHE_DIR'] == folder and os.path.isdir(folder)\n"
+        "print(folder)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_CACHE_DIR"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", env=environment)
+    assert out.returncode == 0, out.stderr
+    assert "minserve-triton-" in out.stdout and not Path(out.stdout.strip()).exists()
 
 
 def test_show_gives_the_picture_and_the_sentence(shown: list[dict[str, str]]) -> None:

@@ -30,9 +30,8 @@ from minserve.core.metrics import Summary
 from minserve.core.request import InvalidRequest
 from minserve.llm import LLM
 from minserve.model.decoder import Decoder
-from minserve.model.kv_cache import FORMATS
 from minserve.model.runner import ModelRunner
-from minserve.model.sizing import free_bytes
+from minserve.model.sizing import DTYPES, free_bytes
 from minserve.sim.cost_model import CostModel, Work
 from minserve.sim.devices import DeviceSpec
 from minserve.sim.fit import Fit, fit_device
@@ -85,8 +84,8 @@ def decoder_of(llm: LLM) -> Decoder:
 
 def cost_model(llm: LLM, device: DeviceSpec) -> CostModel:
     """The cost model of what `llm` serves, in its formats, on a device."""
-    weights = next(name for name, dtype in FORMATS.items() if dtype == llm.dtype)
-    return CostModel(load_shape(llm.model_path), device, weights=weights, kv=llm.pool.kv_format)
+    weights = next(name for name, dtype in DTYPES.items() if dtype == llm.dtype)
+    return CostModel(load_shape(llm.model_path), device, weights=weights, kv=llm.pool.kv_cache_dtype)
 
 
 def measure_peaks(llm: LLM, name: str) -> DeviceSpec:

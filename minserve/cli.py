@@ -13,6 +13,8 @@ ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("dtype", str, "compute type: auto (timed at start), fp32, bf16, fp16"),
     ("device", str, "auto, cpu, cuda"),
     ("num_threads", int, "CPU threads of torch"),
+    ("attention_backend", str, "auto (Triton's kernels on a CUDA or HIP device, torch elsewhere), torch, triton"),
+    ("kv_cache_dtype", str, "format of keys and values: auto (the compute type), fp32, bf16, fp16, fp8, int8, int4"),
     ("block_size", int, "tokens a KV block"),
     ("num_blocks", int, "KV pool in blocks"),
     ("kv_cache_bytes", int, "KV pool in bytes"),

@@ -25,8 +25,9 @@ class EngineConfig:
     dtype: str = "auto"  # compute type: auto (timed at start), fp32, bf16, fp16
     device: str = "auto"
     num_threads: int | None = None  # of torch on the CPU; None leaves torch's own choice
-    attention_backend: str = "torch"
-    kv_format: str = "auto"  # auto: the compute type
+    attention_backend: str = "auto"  # auto: triton on a CUDA or HIP device, torch elsewhere
+    cuda_graphs: bool | str = "auto"  # decode steps as CUDA graphs; auto: with triton on CUDA
+    kv_cache_dtype: str = "auto"  # auto: the compute type; fp32, bf16, fp16, or fewer bytes: fp8, int8, int4
     block_size: int = 16  # tokens a block
     num_blocks: int | None = None  # the pool: given in blocks,
     kv_cache_bytes: int | None = None  # or in bytes,

@@ -32,8 +32,10 @@ from minserve.core.trace import Trace
 from minserve.interface import Completion, EngineConfig, Prompt, RequestOutput, as_list, as_params
 from minserve.model import zoo
 from minserve.model.config import ModelConfig
+from minserve.model.cuda_graphs import wants_graphs
 from minserve.model.decoder import Decoder
 from minserve.model.kv_cache import KVCache
+from minserve.model.kv_formats import require_format
 from minserve.model.runner import ModelRunner
 from minserve.model.sampler import Sampler
 from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool
@@ -68,12 +70,13 @@ class LLM:
             torch.set_num_threads(config.num_threads)
         device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, device)
+        require_format(config.kv_cache_dtype, ModelConfig.from_directory(self.model_path).head_dim, device)  # before the weights
         self.tokenizer = Tokenizer(self.model_path)
         decoder = Decoder.from_directory(self.model_path, dtype=self.dtype, device=device)
         self.pool: PoolPlan = plan_pool(
             decoder.config,
             block_size=config.block_size,
-            kv_format=config.kv_format,
+            kv_cache_dtype=config.kv_cache_dtype,
             dtype=self.dtype,
             device=device,
             num_blocks=config.num_blocks,
@@ -82,8 +85,10 @@ class LLM:
             max_model_len=config.max_model_len,
             max_running=config.max_running,
         )
-        cache = KVCache(decoder.config, self.pool.num_blocks, config.block_size, self.pool.kv_format, device)
+        cache = KVCache(decoder.config, self.pool.num_blocks, config.block_size, self.pool.kv_cache_dtype, device)
         self._runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
+        if wants_graphs(config.cuda_graphs, self._runner.operations.name, device):
+            self._runner.record_graphs(config.max_running, self.pool.max_model_len)
         limits = ModelLimits(self.pool.max_model_len, decoder.config.vocab_size, self.tokenizer.eos_ids)
         self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), limits, self._new_trace())
         self._live: dict[str, _Live] = {}
@@ -98,7 +103,7 @@ class LLM:
             pool.num_blocks,
             config.block_size,
             prefix_caching=config.prefix_caching,
-            namespace=f"{self.model_path}|{self.dtype}|{pool.kv_format}",
+            namespace=f"{self.model_path}|{self.dtype}|{pool.kv_cache_dtype}",
         )
         settings = SchedulerConfig(
             token_budget=config.token_budget,
@@ -110,9 +115,9 @@ class LLM:
         return Scheduler(settings, blocks, policy)
 
     def describe(self) -> str:
-        """Model, compute type and memory in two lines."""
+        """Model and compute type, memory, and who attends, in a line each."""
         self._refuse_when_closed()
-        return f"{self.model_path.name}: {self._runner.decoder.describe()}\n{self.pool.describe()}"
+        return f"{self.model_path.name}: {self._runner.decoder.describe()}\n{self.pool.describe()}\n{self._runner.describe()}"
 
     @property
     def num_blocks(self) -> int:
@@ -299,7 +304,7 @@ class LLM:
             path, old = zoo.resolve(model), self._runner.decoder
             if ModelConfig.from_directory(path) != old.config:
                 raise ValueError(f"{path} is not the same kind of model as {self.model_path}: load it with a new LLM")
-            self._runner.decoder = Decoder.from_directory(path, dtype=old.dtype, device=old.device)
+            self._runner.use(Decoder.from_directory(path, dtype=old.dtype, device=old.device))
             self.model_path = path
             self.engine.scheduler.blocks.flush_cache()
 

@@ -341,7 +341,7 @@ def test_case_88_no_chat_template(tmp_path: Path) -> None:
 def test_unknown_settings_are_named(tiny_dir: Path) -> None:
     with pytest.raises(ValueError, match="unknown engine setting 'num_block', did you mean 'num_blocks'"):
         LLM(tiny_dir, num_block=3)
-    with pytest.raises(ValueError, match="attention backend 'cuda' is not known; known: torch"):
+    with pytest.raises(ValueError, match="attention backend 'cuda' is not known; known: auto, torch, triton"):
         make_llm(tiny_dir, attention_backend="cuda")
     with pytest.raises(ValueError, match="known settings: dtype"):
         EngineConfig.from_fields({"colour": "red"})

@@ -1,4 +1,4 @@
-"""Attention over the paged cache, for any mix of chunks and decodes in one step, behind one call.
+"""Attention over the paged cache in torch, for any mix of chunks and decodes in one step, behind one call.
 
 Why: a step holds requests of all lengths, some with one new token, some with hundreds. Each layer would pad them all to the
 longest. Instead the step is cut once into groups of similar shape; a layer then walks the groups: gather the blocks, one
@@ -33,7 +33,6 @@ from torch import Tensor
 from minserve.core.batch import ScheduledBatch, ScheduledRequest
 from minserve.model.kv_cache import KVCache, Reading
 
-BACKENDS = ("torch",)
 TILE_TOKENS = 128  # queries of one request that share a score matrix; later tiles see more keys
 ROUND_KEYS = 32  # key counts are rounded up to a multiple of this ...
 ROUND_QUERIES = 32  # ... and the query counts of chunks to this
@@ -70,6 +69,7 @@ class AttentionMetadata:
 
     rows: tuple[ScheduledRequest, ...]
     num_tokens: int
+    token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     place: tuple[Tensor, Tensor]  # [T], [T]: block and offset where each token's keys and values go
     groups: tuple[Group, ...]
@@ -77,7 +77,7 @@ class AttentionMetadata:
     @classmethod
     def build(cls, batch: ScheduledBatch, cache: KVCache, windows: Iterable[int | None], dtype: torch.dtype) -> "AttentionMetadata":
         """Lay out a step. windows: the sliding windows that the model's layers use."""
-        device, size = cache.blocks.device, cache.block_size
+        device, size = cache.device, cache.block_size
         windows = tuple(set(windows))
         # A window ends inside a prefix, in another place for each request: then the prefix is not one for all.
         groups = plan_groups(batch.rows, size if windows == (None,) else None)
@@ -88,6 +88,7 @@ class AttentionMetadata:
         return cls(
             rows=rows,
             num_tokens=len(positions),
+            token_ids=torch.tensor([t for row in rows for t in row.token_ids], dtype=torch.long, device=device),
             positions=torch.tensor(positions, dtype=torch.long, device=device),
             place=cache.place(torch.tensor(slots, dtype=torch.long, device=device)),
             groups=tuple(builder.group(plan) for plan in groups),
@@ -179,7 +180,7 @@ class _Builder:
 
     def __init__(self, cache: KVCache, windows: Sequence[int | None], dtype: torch.dtype, num_tokens: int):
         self.cache, self.windows, self.dtype, self.num_tokens = cache, windows, dtype, num_tokens
-        self.device = cache.blocks.device
+        self.device = cache.device
         self._first_token = 0  # of the group being built
 
     def group(self, plan: GroupPlan) -> Group:
@@ -189,8 +190,9 @@ class _Builder:
         num_blocks = -(-_round_up(max(row.end for row in rows) - num_shared, ROUND_KEYS) // size)
         tables = [row.block_table[num_shared_blocks:] for row in rows]
         padded = [(*table, *[self.cache.null_block] * (num_blocks - len(table))) for table in tables]
-        own = self.cache.reading(padded, self._unused([row.end - num_shared for row in rows], num_blocks * size))
-        shared = self.cache.reading([rows[0].block_table[:num_shared_blocks]], is_shared=True) if num_shared else None
+        unused = self._unused([row.end - num_shared for row in rows], num_blocks * size)
+        own = self.cache.reading(padded, unused, dtype=self.dtype)
+        shared = self.cache.reading([rows[0].block_table[:num_shared_blocks]], is_shared=True, dtype=self.dtype) if num_shared else None
         firsts = range(0, num_queries, TILE_TOKENS)
         tiles = tuple(self._tile(plan, first, min(TILE_TOKENS, num_queries - first)) for first in firsts)
         self._first_token += sum(row.num_tokens for row in rows)
@@ -234,12 +236,6 @@ class _Builder:
 # --- the call of a layer --------------------------------------------------------------------------
 
 
-def require_known_backend(name: str) -> None:
-    """Raise ValueError for a backend that is not here."""
-    if name not in BACKENDS:
-        raise ValueError(f"attention backend {name!r} is not known; known: {', '.join(BACKENDS)}")
-
-
 def paged_attention(
     q: Tensor,
     cache: KVCache,
@@ -247,13 +243,11 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
-    backend: str = "torch",
 ) -> Tensor:
     """Attention of every token of the step over its own request's tokens, up to itself. q: [T, H, D] -> [T, H * D]
 
     Keys and values of the step must have been written. `window`: how many tokens a query sees, itself included.
     """
-    require_known_backend(backend)
     out = q.new_empty(metadata.num_tokens + 1, q.shape[1] * q.shape[2])  # the last row takes the padding's answers
     for group in metadata.groups:
         keys, values = _fetch(cache, layer, 0, group, q.dtype), None

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from minserve_kernels.kv import PLAIN
 
 from minserve.model.config import ModelConfig
-from minserve.model.kv_cache import FORMATS, bytes_per_token
+from minserve.model.kv_cache import bytes_per_token
+from minserve.model.kv_formats import AUTO, require_format
 
-DTYPES = FORMATS  # compute types go by the same names
+DTYPES = PLAIN  # compute types go by the names of KV formats that are stored as they are
 TRIAL_SHAPES = ((16, 1024, 1024), (256, 512, 512))  # rows, in, out: a decode step and a piece of a prompt
 ASSUMED_FREE_BYTES = 2 << 30  # where the system does not say
 
@@ -130,7 +132,7 @@ class PoolPlan:
 
     num_blocks: int
     block_size: int
-    kv_format: str
+    kv_cache_dtype: str
     bytes_per_token: int
     max_model_len: int
 
@@ -150,7 +152,7 @@ class PoolPlan:
     def describe(self) -> str:
         """One line: what was decided and what it holds."""
         return (
-            f"KV pool: {self.num_blocks:,} blocks of {self.block_size} = {self.num_tokens:,} tokens in {self.kv_format} "
+            f"KV pool: {self.num_blocks:,} blocks of {self.block_size} = {self.num_tokens:,} tokens in {self.kv_cache_dtype} "
             f"({self.num_bytes / 2**20:,.0f} MiB), holds {self.num_full_requests:,} requests of max_model_len {self.max_model_len:,}"
         )
 
@@ -166,7 +168,7 @@ def plan_pool(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    kv_format: str = "auto",
+    kv_cache_dtype: str = AUTO,
     num_blocks: int | None = None,
     kv_cache_bytes: int | None = None,
     memory_fraction: float = 0.3,
@@ -181,19 +183,18 @@ def plan_pool(
     if num_blocks is not None and kv_cache_bytes is not None:
         raise ValueError(f"give num_blocks ({num_blocks}) or kv_cache_bytes ({kv_cache_bytes}), not both")
     _check_settings(block_size, num_blocks, kv_cache_bytes, memory_fraction, max_model_len)
-    kv_format = _format_name(dtype) if kv_format == "auto" else kv_format
-    if kv_format not in FORMATS:
-        raise ValueError(f"KV format {kv_format!r} is not known; known: auto, {', '.join(FORMATS)}")
+    kv_cache_dtype = _format_name(dtype) if kv_cache_dtype == AUTO else kv_cache_dtype
+    require_format(kv_cache_dtype, config.head_dim, device)
     if max_model_len is not None and max_model_len > config.max_positions:
         raise ValueError(f"max_model_len {max_model_len} is beyond the model's {config.max_positions} positions")
     length = max_model_len or config.max_positions
-    block_bytes = bytes_per_token(config, kv_format) * block_size
+    block_bytes = bytes_per_token(config, kv_cache_dtype) * block_size
     if num_blocks is None:
         given = kv_cache_bytes if kv_cache_bytes is not None else int(memory_fraction * free_bytes(device))
         num_blocks = given // block_bytes
         if kv_cache_bytes is None:
             num_blocks = min(num_blocks, max_running * blocks_for(length, block_size))
-    plan = PoolPlan(num_blocks, block_size, kv_format, block_bytes // block_size, length)
+    plan = PoolPlan(num_blocks, block_size, kv_cache_dtype, block_bytes // block_size, length)
     return _fit_length(plan, is_explicit=max_model_len is not None)
 
 
@@ -209,7 +210,7 @@ def _check_settings(
 
 
 def _format_name(dtype: torch.dtype) -> str:
-    return next(name for name, known in FORMATS.items() if known == dtype)
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 def _fit_length(plan: PoolPlan, is_explicit: bool) -> PoolPlan:

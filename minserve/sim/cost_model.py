@@ -32,7 +32,7 @@ from os.path import commonprefix
 
 from minserve.core.batch import ScheduledRequest
 from minserve.sim.devices import DeviceSpec
-from minserve.sim.shapes import BITS, ModelShape, bits_of
+from minserve.sim.shapes import BITS, ModelShape
 
 RESERVE_BYTES = 3e9  # kept for activations and the runtime; see planner.py
 
@@ -154,7 +154,7 @@ class CostModel:
         self.kv_split = min(num_devices, shape.num_kv_heads) if not shape.latent_size else 1
         self.weight_bytes = shape.weight_bytes(weights) / num_devices
         self.kv_bytes_per_token = shape.kv_bytes_per_token(kv) / self.kv_split
-        self._layer_kv_bytes = shape.kv_numbers_per_token_layer * bits_of(kv) / 8 / self.kv_split
+        self._layer_kv_bytes = shape.kv_bytes_per_token_layer(kv) / self.kv_split
         self._num_full_layers = shape.num_kv_layers - shape.num_window_layers
 
     # --- a step -----------------------------------------------------------------------------------

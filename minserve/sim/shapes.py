@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}  # a number in each format, scales left out
+KV_SCALE_BYTES = {"int8": 2, "int4": 4}  # a key or value of one head has a scale of 2 bytes, in int4 one for each half
 
 
 class UnknownModel(ValueError):
@@ -129,19 +130,24 @@ class ModelShape:
         """Numbers that a token keeps in one layer: a key and a value for each KV head, or one latent."""
         return self.latent_size or 2 * self.num_kv_heads * self.head_dim
 
-    def kv_bytes_per_token(self, kv: str = "bf16") -> int:
-        """Bytes that one token keeps over all layers: 2 x L x K x D numbers, scales of quantized formats left out.
+    def kv_bytes_per_token_layer(self, kv: str = "bf16") -> int:
+        """Bytes that a token keeps in one layer. Each key and value of a KV head, or the latent, has its own scale where KV has scales."""
+        num_vectors = 1 if self.latent_size else 2 * self.num_kv_heads
+        return self.kv_numbers_per_token_layer * bits_of(kv) // 8 + num_vectors * KV_SCALE_BYTES.get(kv, 0)
 
-        >>> SHAPES["llama-2-13b"].kv_bytes_per_token("int8")
-        409600
+    def kv_bytes_per_token(self, kv: str = "bf16") -> int:
+        """Bytes that one token keeps over all layers: 2 x L x K x D numbers, and the scales of quantized formats.
+
+        >>> SHAPES["llama-2-13b"].kv_bytes_per_token("int8") == 2 * 40 * 40 * (128 + 2)
+        True
         """
-        return self.num_kv_layers * self.kv_numbers_per_token_layer * bits_of(kv) // 8
+        return self.num_kv_layers * self.kv_bytes_per_token_layer(kv)
 
     def kv_bytes(self, num_tokens: int, kv: str = "bf16") -> int:
         """Bytes that a request of so many tokens keeps. Layers with a window stop growing at it."""
-        per_layer = self.kv_numbers_per_token_layer * bits_of(kv) / 8
         kept_by_window = self.num_window_layers * min(num_tokens, self.window or num_tokens)
-        return int(per_layer * ((self.num_kv_layers - self.num_window_layers) * num_tokens + kept_by_window))
+        kept = (self.num_kv_layers - self.num_window_layers) * num_tokens + kept_by_window
+        return self.kv_bytes_per_token_layer(kv) * kept
 
 
 def bits_of(number_format: str) -> int:

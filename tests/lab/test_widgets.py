@@ -181,12 +181,12 @@ def picture_at(explorer: VramCalculator, context: int) -> bytes:
 def test_vram_by_hand(vram: VramCalculator) -> None:
     vram.context.value = 4096
     vram.kv.value = "int8"
-    kv_bytes_per_token = 2 * 40 * 40 * 128  # keys and values, layers, heads, head size; one byte a number
+    kv_bytes_per_token = 2 * 40 * 40 * (128 + 2)  # keys and values, layers, heads, head size; one byte a number, and a scale
     weight_bytes = 2 * (40 * (4 * 5120 * 5120 + 3 * 5120 * 13_824) + 2 * 32_000 * 5120)
     assert (vram.kv_bytes_per_token, vram.weight_bytes) == (kv_bytes_per_token, weight_bytes)
     assert vram.num_requests == (0.9 * 80e9 - weight_bytes - 3e9) // (4096 * kv_bytes_per_token) == 25
     assert 0 <= vram.headroom_bytes < vram.kv_bytes_per_request
-    assert vram.text.startswith("25 requests of 4,096 tokens fit on 1 x a100-80gb.") and "409,600 bytes" in vram.text
+    assert vram.text.startswith("25 requests of 4,096 tokens fit on 1 x a100-80gb.") and "416,000 bytes" in vram.text
 
 
 @pytest.mark.parametrize(

@@ -198,13 +198,6 @@ def test_positions_follow_the_rows():
     assert metadata.positions.tolist() == [6, 16, 17, 18, 19]  # decodes first
 
 
-def test_an_unknown_backend_is_refused():
-    cache, batch, queries, _ = scenario([(0, 3)], num_heads=2, num_kv_heads=1, size=16)
-    metadata = AttentionMetadata.build(batch, cache, {None}, torch.float32)
-    with pytest.raises(ValueError, match="'cuda' is not known"):
-        paged_attention(queries["R0"], cache, 0, metadata, SCALE, backend="cuda")
-
-
 # --- requests that begin with the same blocks -----------------------------------------------------------
 
 

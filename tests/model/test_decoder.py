@@ -119,7 +119,7 @@ def test_bf16_stays_near_fp32(tmp_path):
     save_model(tmp_path, "llama", {"initializer_range": 0.05})
     token_ids = tokens_for(7, 100)
     want = full_logits(Decoder.from_directory(tmp_path), token_ids)
-    got = full_logits(Decoder.from_directory(tmp_path, dtype=torch.bfloat16), token_ids, kv_format="bf16")
+    got = full_logits(Decoder.from_directory(tmp_path, dtype=torch.bfloat16), token_ids, kv_cache_dtype="bf16")
     assert got.dtype == torch.bfloat16
     assert (got.float() - want).abs().max() < 0.1 * want.abs().max()
 

@@ -9,9 +9,9 @@ from tests.model.tiny_net import tiny_config
 S, K, D = 4, 2, 32
 
 
-def filled(kv_format: str = "fp32", num_blocks: int = 6) -> KVCache:
+def filled(kv_cache_dtype: str = "fp32", num_blocks: int = 6) -> KVCache:
     """Every number of block b, kind c, head h, slot s is 1000 b + 100 c + 10 h + s, in both layers."""
-    cache = KVCache(tiny_config(), num_blocks, S, kv_format)
+    cache = KVCache(tiny_config(), num_blocks, S, kv_cache_dtype)
     digits = [torch.arange(n).float() for n in (num_blocks, 2, K, S)]
     codes = 1000 * digits[0][:, None, None, None] + 100 * digits[1][:, None, None] + 10 * digits[2][:, None] + digits[3]
     cache.blocks[:, :num_blocks] = codes[..., None].to(cache.blocks.dtype)
@@ -34,7 +34,7 @@ def test_bytes():
 
 
 def test_an_unknown_format_is_refused_by_name():
-    with pytest.raises(ValueError, match="'fp12' is not known; known: fp32, bf16, fp16"):
+    with pytest.raises(ValueError, match="'fp12' is not known; known: auto, fp32, bf16, fp16, fp8, int8, int4"):
         KVCache(tiny_config(), 6, S, "fp12")
 
 
@@ -95,11 +95,11 @@ def test_copies_read_all_sources_before_any_target_is_written():
 def test_scratch_is_kept_and_grows():
     cache = filled()
     gathered(cache, [[0, 1, 2]])
-    first = cache._scratch[False]
+    first = cache._scratch["own keys"]
     gathered(cache, [[0, 1]])
-    assert cache._scratch[False] is first and first.shape == (2, 3 * K, S * D)
+    assert cache._scratch["own keys"] is first and first.shape == (3 * K, S * D)
     gathered(cache, [[0, 1, 2, 3], [0, 1, 2, 3]])
-    assert cache._scratch[False].shape == (2, 8 * K, S * D)
+    assert cache._scratch["own keys"].shape == (8 * K, S * D)
 
 
 def test_a_shared_prefix_and_own_blocks_are_gathered_side_by_side():

@@ -96,13 +96,13 @@ def test_case_133_requests_together_and_apart():
         assert [t.logprob for t in got.logprobs] == pytest.approx([t.logprob for t in apart.logprobs], abs=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "kv_format", "largest_gap"), [(torch.float32, "fp32", 1e-3), (torch.bfloat16, "bf16", 0.1)])
-def test_case_134_a_cached_prefix_changes_no_more_than_rounding(dtype, kv_format, largest_gap):
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype", "largest_gap"), [(torch.float32, "fp32", 1e-3), (torch.bfloat16, "bf16", 0.1)])
+def test_case_134_a_cached_prefix_changes_no_more_than_rounding(dtype, kv_cache_dtype, largest_gap):
     """The same 8 tokens after a 40-token prompt, 32 of them from the cache: sum of log probabilities with and without."""
     decoder, prompt = tiny_decoder(dtype), tokens_for(1, 40)
 
     def run(prefix_caching: bool):
-        engine = make_engine(decoder, prefix_caching=prefix_caching, kv_format=kv_format)
+        engine = make_engine(decoder, prefix_caching=prefix_caching, kv_cache_dtype=kv_cache_dtype)
         generate(engine, [prompt], 8)
         return generate(engine, [prompt], 8, logprobs=0)[0]
 

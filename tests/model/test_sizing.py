@@ -73,7 +73,7 @@ def test_a_plan_that_fits_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan(num_blocks=2560).max_model_len == 40_960
-        assert plan(num_blocks=2560, kv_format="fp32").bytes_per_token == 2 * 112 * 1024
+        assert plan(num_blocks=2560, kv_cache_dtype="fp32").bytes_per_token == 2 * 112 * 1024
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_plan_that_fits_warns_of_nothing():
         ({"max_model_len": 0, "num_blocks": 5}, "max_model_len must be an integer >= 1, got 0"),
         ({"memory_fraction": 1.5}, "at most 1, got 1.5"),
         ({"memory_fraction": float("nan")}, "got nan"),
-        ({"num_blocks": 5, "kv_format": "int3"}, "'int3' is not known"),
+        ({"num_blocks": 5, "kv_cache_dtype": "int3"}, "'int3' is not known"),
         ({"num_blocks": 5, "max_model_len": 50_000}, "50000 is beyond the model's 40960 positions"),
     ],
 )

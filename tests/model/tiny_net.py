@@ -54,8 +54,8 @@ def batch_of(*rows: tuple[Request, int, int, Sequence[int]], copies: Sequence[tu
     return ScheduledBatch(step=0, rows=tuple(made), copies=tuple(copies))
 
 
-def make_runner(decoder: Decoder, num_blocks: int = 64, block_size: int = 16, kv_format: str = "fp32") -> ModelRunner:
-    cache = KVCache(decoder.config, num_blocks, block_size, kv_format)
+def make_runner(decoder: Decoder, num_blocks: int = 64, block_size: int = 16, kv_cache_dtype: str = "fp32") -> ModelRunner:
+    cache = KVCache(decoder.config, num_blocks, block_size, kv_cache_dtype)
     return ModelRunner(decoder, cache, Sampler(decoder.config.vocab_size))
 
 
@@ -81,12 +81,17 @@ def make_engine(
     token_budget: int = 512,
     max_running: int = 64,
     prefix_caching: bool = False,
-    kv_format: str = "fp32",
+    kv_cache_dtype: str = "fp32",
 ) -> Engine:
     blocks = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     scheduler = Scheduler(SchedulerConfig(token_budget=token_budget, max_running=max_running), blocks)
-    runner = make_runner(decoder, num_blocks, block_size, kv_format)
+    runner = make_runner(decoder, num_blocks, block_size, kv_cache_dtype)
     return Engine(scheduler, runner, VirtualClock(), ModelLimits(decoder.config.max_positions, decoder.config.vocab_size))
+
+
+def runner_of(engine: Engine) -> ModelRunner:
+    assert isinstance(engine.runner, ModelRunner)
+    return engine.runner
 
 
 def generate(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int, logprobs: int | None = None) -> list[Request]:

@@ -211,7 +211,7 @@ def test_grouped_heads_save_bytes_and_no_attention_flops():
     assert other.kv_read_bytes == 8 * one.kv_read_bytes and other.attention_flops == one.attention_flops
 
 
-@pytest.mark.parametrize(("kv", "share"), [("fp32", 2.0), ("bf16", 1.0), ("fp8", 0.5), ("int8", 0.5), ("int4", 0.25)])
+@pytest.mark.parametrize(("kv", "share"), [("fp32", 2.0), ("bf16", 1.0), ("fp8", 0.5), ("int8", 130 / 256), ("int4", 68 / 256)])
 def test_kv_bytes_follow_the_bits_and_flops_do_not(kv: str, share: float):
     shape = SHAPES["llama-3.1-8b"]
     cost, plain = cost_of(shape, decode_work(4, 500), kv=kv), cost_of(shape, decode_work(4, 500))

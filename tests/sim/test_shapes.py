@@ -49,7 +49,7 @@ def test_a_tied_output_layer_is_stored_once_and_multiplied_all_the_same():
 
 def test_kv_bytes_of_a_13b():
     shape = SHAPES["llama-2-13b"]
-    assert [shape.kv_bytes_per_token(kv) for kv in ("fp32", "bf16", "int8", "int4")] == [1_638_400, 819_200, 409_600, 204_800]
+    assert [shape.kv_bytes_per_token(kv) for kv in ("fp32", "bf16", "int8", "int4")] == [1_638_400, 819_200, 416_000, 217_600]
     assert shape.kv_bytes(2048) == 2048 * 819_200  # 1.68 GB
 
 

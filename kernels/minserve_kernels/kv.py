@@ -26,6 +26,7 @@ from torch import Tensor
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CODES = {**PLAIN, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 NUM_SCALES = {"int8": 1, "int4": 2}  # for each token and head; formats that are not here have none
+INT4_MOST = 8.0  # the 16 codes stand in the middles of 16 steps of equal width, and these reach from -8 to 8
 FP8_MOST = 448.0  # the largest number of e4m3
 
 
@@ -79,7 +80,7 @@ def _encode_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _encode_int4(x: Tensor) -> tuple[Tensor, Tensor]:
     halves = x.unflatten(-1, (2, -1))  # [..., 2, D / 2]
-    scales = _scales(halves, 7.5)
+    scales = _scales(halves, INT4_MOST)
     codes = (_divide(halves, scales) + 7.5).round().clamp(0, 15).to(torch.uint8)
     low, high = codes.unbind(-2)
     return low | high << 4, scales.squeeze(-1)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minserve_kernels.kv import PagedKV
+from minserve_kernels.kv import INT4_MOST, PagedKV
 
 MOST_ROWS = 16  # heads that a program writes
 
@@ -45,6 +45,7 @@ def write_kv(kv: Tensor, slots: Tensor, cache: PagedKV, num_warps: int | None = 
         C=num_codes,
         C_PADDED=padded,
         ROWS=num_rows,
+        INT4_MOST=INT4_MOST,
         FORMAT=cache.format,
         num_warps=num_warps or max(num_rows * padded // 512, 1),  # 16 numbers a thread: two loads of 16 bytes
     )
@@ -63,6 +64,7 @@ def _write_kv(
     C: tl.constexpr,
     C_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
+    INT4_MOST: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """One program: up to ROWS of a token's 2 K heads. To the cache, keys and values are heads alike."""
@@ -77,7 +79,7 @@ def _write_kv(
         x = tl.load(places, mask=is_there, other=0.0).to(tl.float32)
         if FORMAT == "int4":
             x_high = tl.load(places + C, mask=is_there, other=0.0).to(tl.float32)
-            scale, scale_high = _scale(x, 7.5), _scale(x_high, 7.5)
+            scale, scale_high = _scale(x, INT4_MOST), _scale(x_high, INT4_MOST)
             tl.store(scales + targets * 2, scale, mask=is_head)
             tl.store(scales + targets * 2 + 1, scale_high, mask=is_head)
             numbers = (_nibble(x, scale) | _nibble(x_high, scale_high) << 4).to(tl.uint8)

@@ -6,7 +6,7 @@ place race. In the interpreter every load and store passes through three methods
 Those outside every tensor raise with the program and the line; an element that one program of a launch stores
 and another one stores or loads raises as a race; the rest is counted.
 
-    with trace(q=q, codes=codes, out=out) as accesses, interpreted():
+    with trace() as accesses, interpreted():
         decode_attention(...)
     traffic(accesses)["codes", "load"].num_bytes
 
@@ -23,10 +23,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
 from minserve_kernels import interpret
@@ -62,9 +60,10 @@ class Race(RuntimeError):
 
 @contextmanager
 def trace(**tensors: Tensor) -> Iterator[list[Access]]:
-    """Watch these tensors, by name: whatever a kernel touches must be one of them. They may not overlap.
+    """Watch what kernels do. Whatever one touches must be one of its arguments or one of these tensors.
 
-    Room that a launcher makes for its answers is watched too, as new0, new1, ... in the order of its making.
+    Accesses have the names given here, and for other tensors those of the kernel's parameters. Tensors that
+    lie in each other count as one.
     """
     watch = _Watch(tensors)
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
@@ -83,7 +82,8 @@ def trace(**tensors: Tensor) -> Iterator[list[Access]]:
         return atomic(self, operation, pointers, values, mask, *rest)
 
     def seen_launch(self: Any, *args: Any, **kwargs: Any) -> None:
-        watch.begin(self.fn.__name__)
+        passed = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        watch.begin(self.fn.__name__, {name: it for name, it in passed.items() if isinstance(it, Tensor)})
         launch(self, *args, **kwargs)
 
     methods = {
@@ -94,27 +94,8 @@ def trace(**tensors: Tensor) -> Iterator[list[Access]]:
     with (
         interpret.patched(InterpreterBuilder, **methods),
         interpret.patched(GridExecutor, __call__=seen_launch),
-        _Allocations(watch),
     ):
         yield watch.accesses
-
-
-MAKERS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty, torch.ops.aten.zeros}
-
-
-class _Allocations(TorchDispatchMode):
-    """Tells a watch of every tensor that is made meanwhile."""
-
-    def __init__(self, watch: "_Watch"):
-        super().__init__()
-        self.watch, self.num_made = watch, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if func.overloadpacket in MAKERS and made.numel():  # the interpreter makes some without an element
-            self.watch.add(f"new{self.num_made}", made)
-            self.num_made += 1
-        return made
 
 
 class _Users(NamedTuple):
@@ -124,35 +105,55 @@ class _Users(NamedTuple):
     loaded: np.ndarray
 
 
+class _Span(NamedTuple):
+    """Where a tensor lies, from its first element to its last."""
+
+    begin: int
+    end: int
+    name: str
+    num_elements: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "_Span":
+        last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = tensor.data_ptr()
+        return cls(begin, begin + (last + 1) * tensor.element_size(), name, last + 1)
+
+
+def _add(span: _Span, spans: list[_Span]) -> None:
+    """To the others; tensors that lie in each other, as q and k of one product do, become one."""
+    for i, other in enumerate(spans):
+        if span.begin < other.end and other.begin < span.end:
+            begin, end = min(span.begin, other.begin), max(span.end, other.end)
+            name = other.name if (begin, end) == other[:2] else f"{other.name}+{span.name}"
+            element_bytes = (other.end - other.begin) // other.num_elements
+            spans[i] = _Span(begin, end, name, (end - begin) // element_bytes)
+            return
+    spans.append(span)
+
+
 class _Watch:
     """Which tensor an address belongs to, who has used what in this launch, and everything that was seen."""
 
     def __init__(self, tensors: dict[str, Tensor]):
-        self.tensors: dict[str, Tensor] = {}  # kept, so that no other tensor takes their addresses
-        self.names: list[str] = []
-        self.begins = self.ends = np.array([], dtype=np.uint64)
-        self.sizes: dict[str, int] = {}
-        self.accesses: list[Access] = []
-        self.kernel = ""
-        self.users: dict[str, _Users] = {}
+        self.named: list[_Span] = []
         for name, tensor in tensors.items():
-            self.add(name, tensor)
+            if tensor.numel():
+                _add(_Span.of(name, tensor), self.named)
+        self.accesses: list[Access] = []
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        if not tensor.numel():
-            return
-        self.tensors[name] = tensor
-        begin_of = {name: t.data_ptr() for name, t in self.tensors.items()}
-        self.names = sorted(begin_of, key=lambda name: begin_of[name])
-        ends = [begin_of[name] + _extent_bytes(self.tensors[name]) for name in self.names]
-        self.begins = np.array([begin_of[name] for name in self.names], dtype=np.uint64)
-        self.ends = np.array(ends, dtype=np.uint64)
-        self.sizes[name] = _extent_bytes(tensor) // tensor.element_size()
-
-    def begin(self, kernel: str) -> None:
+    def begin(self, kernel: str, arguments: dict[str, Tensor]) -> None:
         """A launch begins: what earlier ones wrote is there for all."""
-        self.kernel = kernel
-        self.users = {name: _Users(np.full(n, NOBODY), np.full(n, NOBODY)) for name, n in self.sizes.items()}
+        spans = list(self.named)
+        for name, tensor in arguments.items():
+            if tensor.numel():
+                is_taken = name in {span.name for span in spans}
+                _add(_Span.of(f"{kernel}.{name}" if is_taken else name, tensor), spans)
+        spans.sort()
+        self.kernel, self.names = kernel, [span.name for span in spans]
+        self.begins = np.array([span.begin for span in spans], dtype=np.uint64)
+        self.ends = np.array([span.end for span in spans], dtype=np.uint64)
+        self.users = {s.name: _Users(*np.full((2, s.num_elements), NOBODY)) for s in spans}
 
     def see(self, kind: str, pointers: Any, mask: Any) -> None:
         element_bytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
@@ -210,11 +211,6 @@ def _number(program: Program) -> int:
 
 def _program(number: int) -> Program:
     return number >> 40, number >> 20 & 0xFFFFF, number & 0xFFFFF
-
-
-def _extent_bytes(tensor: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
 
 
 def _kernel_line() -> int:

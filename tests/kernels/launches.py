@@ -14,8 +14,10 @@ from torch import Tensor
 from minserve_kernels.activation import swiglu
 from minserve_kernels.kv_write import write_kv
 from minserve_kernels.norm import rms_norm
+from minserve_kernels.quant_gemm import int4_linear, int8_linear
 from minserve_kernels.rope import rope
-from tests.kernels.caches import empty_cache
+from minserve_kernels.weights import outputs_together
+from tests.kernels.helpers import empty_cache
 
 BF16 = torch.bfloat16
 
@@ -34,6 +36,9 @@ EXPECTED = {
     "_rope": Expected(num_wide_loads=4),  # both halves of queries, and of keys
     "_swiglu": Expected(num_wide_loads=2),  # gate and up
     "_write_kv": Expected(num_wide_loads=1),
+    "_int8_linear": Expected(num_wide_loads=4, wants_mma=True),  # on sm_90 the activations only: codes come in 8 bytes
+    "_int4_linear": Expected(num_wide_loads=6, wants_mma=True),
+    "_add_splits": Expected(num_wide_loads=1),
 }
 
 
@@ -76,6 +81,17 @@ def _write_kv(model: Model, format: str) -> None:
     write_kv(kv, torch.arange(NUM_TOKENS), empty_cache(format, model.head_dim, model.num_kv_heads))
 
 
+def _int8_linear(model: Model, num_tokens: int) -> None:
+    codes = torch.zeros(model.hidden, model.intermediate, dtype=torch.int8)
+    int8_linear(torch.zeros(num_tokens, model.intermediate, dtype=BF16), codes, torch.zeros(model.hidden, dtype=torch.float16))
+
+
+def _int4_linear(model: Model, num_tokens: int) -> None:
+    codes = torch.zeros(model.hidden, model.intermediate // 2, dtype=torch.uint8)
+    scales = outputs_together(torch.zeros(model.hidden, model.intermediate // 128, dtype=torch.float16))
+    int4_linear(torch.zeros(num_tokens, model.intermediate, dtype=BF16), codes, scales, scales, 128)
+
+
 CASES: dict[str, Callable[[], object]] = {
     "norm/bf16/smol": partial(_norm, SMOL, with_residual=True),
     "norm/bf16/llama": partial(_norm, LLAMA, with_residual=False),
@@ -87,4 +103,8 @@ CASES: dict[str, Callable[[], object]] = {
     "write_kv/fp8/smol": partial(_write_kv, SMOL, "fp8"),
     "write_kv/int8/smol": partial(_write_kv, SMOL, "int8"),
     "write_kv/int4/llama": partial(_write_kv, LLAMA, "int4"),
+    "int8_linear/bf16/llama": partial(_int8_linear, LLAMA, NUM_TOKENS),
+    "int8_linear/bf16/llama-prompt": partial(_int8_linear, LLAMA, 256),
+    "int4_linear/bf16/llama": partial(_int4_linear, LLAMA, NUM_TOKENS),
+    "int4_linear/bf16/llama-prompt": partial(_int4_linear, LLAMA, 256),
 }

@@ -92,10 +92,39 @@ def test_out_of_bounds_names_the_program_and_the_line() -> None:
         interpret(_copy_unmasked)[(3,)](x, out, TILE=16)
 
 
-def test_tensors_that_were_not_named_are_out_of_bounds() -> None:
-    x, out = torch.zeros(16), torch.zeros(16)
-    with pytest.raises(OutOfBounds, match="store"), trace(x=x):
-        interpret(_copy)[(1,)](x, out, 16, 1, TILE=16)
+def test_arguments_are_watched_by_the_names_of_the_parameters() -> None:
+    source, target = torch.arange(16.0), torch.zeros(16)
+    with trace() as accesses:
+        interpret(_copy)[(1,)](source, target, 16, 1, TILE=16)
+    assert traffic(accesses).keys() == {("x", "load"), ("out", "store")}
+    with trace(source=source) as accesses:
+        interpret(_copy)[(1,)](x=source, out=target, n=16, stride=1, TILE=16)
+    assert traffic(accesses).keys() == {("source", "load"), ("out", "store")}
+    with trace(x=target) as accesses:  # the name is taken
+        interpret(_copy)[(1,)](source, target, 16, 1, TILE=16)
+    assert traffic(accesses).keys() == {("_copy.x", "load"), ("x", "store")}
+
+
+def test_one_tensor_in_two_places_is_one() -> None:
+    x = torch.ones(16)
+    with trace() as accesses:
+        interpret(_copy)[(1,)](x, x, 16, 1, TILE=16)
+    assert traffic(accesses).keys() == {("x", "load"), ("x", "store")}
+
+
+def test_tensors_that_lie_in_each_other_become_one() -> None:
+    whole = torch.zeros(48)
+    x, out = whole[:32], whole[16:]
+    with pytest.raises(Race, match=r"\(1, 0, 0\) loads x\+out\[16\] .* \(0, 0, 0\) stored"), trace():
+        interpret(_copy)[(2,)](x, out, 32, 1, TILE=16)
+
+
+def test_memory_of_nobody_is_out_of_bounds() -> None:
+    x, out = torch.zeros(16), torch.zeros(20)
+    with pytest.raises(OutOfBounds, match="store"), trace():
+        interpret(_copy)[(1,)](x, out[:8], 16, 1, TILE=16)
+    with trace(whole=out):
+        interpret(_copy)[(1,)](x, out[:8], 16, 1, TILE=16)
 
 
 def test_a_strided_view_ends_where_its_last_element_does() -> None:
@@ -103,8 +132,8 @@ def test_a_strided_view_ends_where_its_last_element_does() -> None:
     x, out = whole[:3, :16], torch.zeros(80)
     with trace(x=x, out=out):
         interpret(_copy)[(5,)](x, out, 80, 1, TILE=16)  # 2 * 32 + 16 elements from the first to the last
-    with pytest.raises(OutOfBounds), trace(x=x, out=torch.zeros(81)):
-        interpret(_copy)[(6,)](x, out, 81, 1, TILE=16)
+    with pytest.raises(OutOfBounds), trace():
+        interpret(_copy)[(6,)](x, torch.zeros(81), 81, 1, TILE=16)
 
 
 def test_two_programs_that_store_one_element_race() -> None:

@@ -1,6 +1,7 @@
-"""Small caches of one layer for the kernels' tests: empty ones, and ones in which every number is NaN until it is written."""
+"""What the kernels' tests share: small caches of one layer, empty or full of NaN, and what "equal" means."""
 
 import torch
+from torch import Tensor
 
 from minserve_kernels.kv import CODES, NUM_SCALES, PagedKV, num_codes
 
@@ -25,3 +26,10 @@ def poisoned_cache(format: str, head_dim: int, num_kv_heads: int, num_blocks: in
     else:
         cache.codes.fill_(torch.nan)
     return cache
+
+
+def assert_one_rounding_apart(got: Tensor, wanted: Tensor) -> None:
+    """Equal but for the last place: float32 sums may be added in another order, and then round to a neighbour."""
+    assert got.dtype == wanted.dtype and got.shape == wanted.shape
+    places = 2e-6 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.double(), wanted.double(), rtol=places, atol=1e-6)

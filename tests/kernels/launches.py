@@ -36,7 +36,7 @@ EXPECTED = {
     "_rope": Expected(num_wide_loads=4),  # both halves of queries, and of keys
     "_swiglu": Expected(num_wide_loads=2),  # gate and up
     "_write_kv": Expected(num_wide_loads=1),
-    "_int8_linear": Expected(num_wide_loads=4, wants_mma=True),  # on sm_90 the activations only: codes come in 8 bytes
+    "_int8_linear": Expected(num_wide_loads=3, wants_mma=True),  # on sm_90 the activations only: codes come in 8 bytes
     "_int4_linear": Expected(num_wide_loads=6, wants_mma=True),
     "_add_splits": Expected(num_wide_loads=1),
 }

@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from minserve_kernels.kv import CODES, NUM_SCALES, PLAIN, PagedKV, bytes_per_head, encode, num_codes
 from torch import Tensor
 
 from minserve.model.config import ModelConfig
 from minserve.model.kv_formats import MIXED, decode_into, mixing_matrix, require_format
+from minserve_kernels.kv import CODES, NUM_SCALES, PLAIN, PagedKV, bytes_per_head, encode, num_codes
 
 
 def bytes_per_token(config: ModelConfig, kv_cache_dtype: str) -> int:
@@ -114,7 +114,7 @@ class KVCache:
     # --- writing ----------------------------------------------------------------------------------
 
     def mix(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values as they are stored: turned by one orthogonal matrix where the format needs it. [..., D] each"""
+        """Queries, keys and values as they are stored: turned by an orthogonal matrix, if the format asks for it."""
         if self._mixing is None:
             return q, kv
         mixing = self._mixing.to(q.dtype)
@@ -131,7 +131,7 @@ class KVCache:
         return slots // self.block_size, slots % self.block_size
 
     def write(self, layer: int, kv: Tensor, place: tuple[Tensor, Tensor]) -> None:
-        """Store the keys and values of a step's tokens. kv: [T, 2, K, D], keys first; place: from `place(slots)`"""
+        """Store the keys and values of a step's tokens. kv: [T, 2, K, D], keys first; place: from `place`"""
         codes, scales = encode(kv, self.kv_cache_dtype)
         self._stores[0].written[layer].index_put_(place, codes)
         if scales is not None:

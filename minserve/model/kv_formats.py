@@ -16,8 +16,9 @@ Taught in notebook 08.
 import math
 
 import torch
-from minserve_kernels import kv
 from torch import Tensor
+
+from minserve_kernels import kv
 
 AUTO = "auto"  # the compute type
 MIXED = frozenset({"int4"})  # formats whose keys and values are stored mixed
@@ -46,7 +47,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 
 def decode_into(out: Tensor, codes: Tensor, scales: Tensor | None, name: str) -> None:
-    """`kv.decode` without memory of its own. Scales are rounded to the compute type first, at most 0.2 % in bf16.
+    """`kv.decode` without memory of its own. Scales are rounded to the compute type (in bf16 by 0.2 %).
 
     codes: [R, C], scales: [R, G] -> out: [R, D]
     """

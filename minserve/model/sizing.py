@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from minserve_kernels.kv import PLAIN
 
 from minserve.model.config import ModelConfig
 from minserve.model.kv_cache import bytes_per_token
 from minserve.model.kv_formats import AUTO, require_format
+from minserve_kernels.kv import PLAIN
 
 DTYPES = PLAIN  # compute types go by the names of KV formats that are stored as they are
 TRIAL_SHAPES = ((16, 1024, 1024), (256, 512, 512))  # rows, in, out: a decode step and a piece of a prompt

@@ -8,6 +8,7 @@ from typing import Any
 
 from minserve import __version__
 from minserve.core.request import InvalidRequest, SamplingParams
+from minserve.quality_command import add_quality
 
 ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("dtype", str, "compute type: auto (timed at start), fp32, bf16, fp16"),
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_plan(commands)
     _add_simulate(commands)
+    add_quality(commands)
     _add_model(commands)
     return parser
 

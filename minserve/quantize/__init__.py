@@ -1,0 +1,1 @@
+"""What fewer bits cost, and how weights get by with fewer."""

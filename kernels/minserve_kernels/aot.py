@@ -104,7 +104,7 @@ def report(kernel: Any) -> Report:
 
 
 def _report_nvidia(kernel: Any) -> Report:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with tempfile.NamedTemporaryFile("wb", suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = _run(knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
@@ -138,7 +138,7 @@ def _report_amd(kernel: Any) -> Report:
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def _count(pattern: str, text: str) -> int:

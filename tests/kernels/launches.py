@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from minserve_kernels.activation import swiglu
+from minserve_kernels.decode_attention import decode_attention
 from minserve_kernels.kv_write import write_kv
 from minserve_kernels.norm import rms_norm
+from minserve_kernels.prefill_attention import prefill_attention
 from minserve_kernels.quant_gemm import int4_linear, int8_linear
 from minserve_kernels.rope import rope
 from minserve_kernels.weights import outputs_together
@@ -36,6 +38,9 @@ EXPECTED = {
     "_rope": Expected(num_wide_loads=4),  # both halves of queries, and of keys
     "_swiglu": Expected(num_wide_loads=2),  # gate and up
     "_write_kv": Expected(num_wide_loads=1),
+    "decode_split": Expected(num_wide_loads=4, wants_mma=True),
+    "decode_reduce": Expected(),
+    "prefill": Expected(num_wide_loads=2, wants_mma=True),
     "_int8_linear": Expected(num_wide_loads=3, wants_mma=True),  # on sm_90 the activations only: codes come in 8 bytes
     "_int4_linear": Expected(num_wide_loads=6, wants_mma=True),
     "_add_splits": Expected(num_wide_loads=1),
@@ -81,6 +86,20 @@ def _write_kv(model: Model, format: str) -> None:
     write_kv(kv, torch.arange(NUM_TOKENS), empty_cache(format, model.head_dim, model.num_kv_heads))
 
 
+def _decode(model: Model, format: str, num_splits: int) -> None:
+    q = torch.zeros(NUM_TOKENS, model.num_heads, model.head_dim, dtype=BF16)
+    tables, lengths = torch.zeros(NUM_TOKENS, 16, dtype=torch.int32), torch.zeros(NUM_TOKENS, dtype=torch.int32)
+    cache = empty_cache(format, model.head_dim, model.num_kv_heads)
+    decode_attention(q, cache, tables, lengths, model.head_dim**-0.5, num_splits=num_splits)
+
+
+def _prefill(model: Model, format: str) -> None:
+    q = torch.zeros(NUM_TOKENS, model.num_heads, model.head_dim, dtype=BF16)
+    tables, lengths = torch.zeros(1, 16, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    cache = empty_cache(format, model.head_dim, model.num_kv_heads)
+    prefill_attention(q, cache, tables, torch.zeros(2, dtype=torch.int32), lengths, model.head_dim**-0.5)
+
+
 def _int8_linear(model: Model, num_tokens: int) -> None:
     codes = torch.zeros(model.hidden, model.intermediate, dtype=torch.int8)
     int8_linear(torch.zeros(num_tokens, model.intermediate, dtype=BF16), codes, torch.zeros(model.hidden, dtype=torch.float16))
@@ -103,6 +122,15 @@ CASES: dict[str, Callable[[], object]] = {
     "write_kv/fp8/smol": partial(_write_kv, SMOL, "fp8"),
     "write_kv/int8/smol": partial(_write_kv, SMOL, "int8"),
     "write_kv/int4/llama": partial(_write_kv, LLAMA, "int4"),
+    "decode/bf16/smol": partial(_decode, SMOL, "bf16", num_splits=1),
+    "decode/bf16/llama": partial(_decode, LLAMA, "bf16", num_splits=3),
+    "decode/bf16/head80": partial(_decode, LLAMA._replace(head_dim=80), "bf16", num_splits=1),
+    "decode/fp8/llama": partial(_decode, LLAMA, "fp8", num_splits=3),
+    "decode/int8/llama": partial(_decode, LLAMA, "int8", num_splits=3),
+    "decode/int4/llama": partial(_decode, LLAMA, "int4", num_splits=3),
+    "prefill/bf16/llama": partial(_prefill, LLAMA, "bf16"),
+    "prefill/int8/smol": partial(_prefill, SMOL, "int8"),
+    "prefill/int4/llama": partial(_prefill, LLAMA, "int4"),
     "int8_linear/bf16/llama": partial(_int8_linear, LLAMA, NUM_TOKENS),
     "int8_linear/bf16/llama-prompt": partial(_int8_linear, LLAMA, 256),
     "int4_linear/bf16/llama": partial(_int4_linear, LLAMA, NUM_TOKENS),

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from minserve_kernels import reference
 from torch import Tensor
 
 from minserve.core.engine import Engine
 from minserve.model.attention_triton import TritonOperations
 from minserve.model.cuda_graphs import DecodeGraphs, batch_sizes, wants_graphs
 from minserve.model.decoder import Decoder
+from minserve_kernels import reference
 from tests.model.tiny_net import batch_of, generate, make_engine, request, runner_of, tiny_decoder, tokens_for
 
 

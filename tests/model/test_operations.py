@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from minserve_kernels import reference
-from minserve_kernels.interpret import interpreted
 from torch import Tensor
 
 from minserve.llm import LLM
@@ -14,6 +12,8 @@ from minserve.model.attention_triton import TritonOperations
 from minserve.model.linear import Linear
 from minserve.model.operations import BackendUnavailable, TorchOperations, choose_operations
 from minserve.model.rope import rotation
+from minserve_kernels import reference
+from minserve_kernels.interpret import interpreted
 from tests.tiny_model import save_tiny_model
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)

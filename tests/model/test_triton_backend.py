@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from minserve_kernels import reference
-from minserve_kernels.interpret import Interpreted, interpreted, patched
-from minserve_kernels.memtrace import OutOfBounds, trace
 from torch import Tensor
 
 from minserve.core.batch import ScheduledBatch
@@ -18,8 +16,14 @@ from minserve.model import attention_triton
 from minserve.model.attention_triton import TritonOperations
 from minserve.model.decoder import Decoder
 from minserve.model.operations import choose_operations
-from tests.model.tiny_net import batch_of, make_engine, request, runner_of, tiny_decoder, tokens_for
+from minserve.model.runner import ModelRunner
+from minserve_kernels import reference
+from minserve_kernels.aot import SM90, Launch, capture, report
+from minserve_kernels.interpret import Interpreted, interpreted, patched
+from minserve_kernels.memtrace import OutOfBounds, trace
+from tests.model.tiny_net import batch_of, make_engine, make_runner, request, runner_of, tiny_decoder, tokens_for
 
+KERNELS = {"_rms_norm", "_rope", "_swiglu", "_write_kv", "decode_split", "prefill"}
 FORMATS = ("fp32", "bf16", "fp16", "fp8", "int8", "int4")
 
 
@@ -191,7 +195,7 @@ def test_kernels_touch_their_arguments_only_and_no_slot_without_a_token(kv_cache
     with interpreted(), watched_launches() as seen:
         engine, _ = make(decoder, "triton", poisoned=True, kv_cache_dtype=kv_cache_dtype, token_budget=14)
         assert serve_few(engine) == want
-    assert {"_rms_norm", "_rope", "_swiglu", "_write_kv"} < seen and len(seen) >= 6, seen  # and the two of attention
+    assert seen == KERNELS
 
 
 def test_the_watch_sees_a_wrong_block_table(monkeypatch):
@@ -205,3 +209,31 @@ def test_a_launch_outside_of_the_interpreter_says_what_is_missing():
         engine, _ = make(tiny_decoder(num_layers=1), "triton")
     with pytest.raises(RuntimeError, match=r"run on CPU only within `minserve_kernels.interpret.interpreted\(\)`"):
         serve_few(engine)
+
+
+# --- as a card would get it -----------------------------------------------------------------------
+
+
+def compiled(runner: ModelRunner, *rows: tuple[int, int]) -> list[Launch]:
+    """What a step of rows (start, end) launches on an H100."""
+    batch = batch_of(*[(request(f"R{i}", tokens_for(1, end)), start, end, range(5)) for i, (start, end) in enumerate(rows)])
+    with capture(SM90) as launches:
+        runner.operations, _ = choose_operations("triton", runner.cache)
+        runner.hidden(batch)
+    return launches
+
+
+def test_the_engines_own_launches(monkeypatch):
+    """Heads as in SmolLM2. Loads are wide only where the engine's tensors begin at multiples of 16 bytes, views included."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(Path(__file__).parents[2] / "build" / "triton-cache"))
+    decoder = tiny_decoder(torch.bfloat16, num_layers=1, hidden_size=576, num_heads=9, num_kv_heads=3, head_dim=64)
+    runner = make_runner(decoder, kv_cache_dtype="bf16")
+    first = compiled(runner, (16, 17), (39, 40), (0, 33))
+    assert {launch.name for launch in first} == KERNELS
+    for name, kernel in {launch.kernel.hash: launch for launch in first}.values():
+        found = report(kernel)
+        assert found.num_wide_loads > 0 and found.num_spills == 0, (name, found)
+        assert (found.num_mma + found.num_wgmma > 0) == (name in {"decode_split", "prefill"}), (name, found)
+    # Steps of other sizes run what is there: compiling takes a second or two, in the middle of serving.
+    for rows in ([(16, 17)], [(1, 2), (2, 3), (3, 4), (3, 70)], [(5, 9)]):
+        assert {launch.kernel.hash for launch in compiled(runner, *rows)} <= {launch.kernel.hash for launch in first}

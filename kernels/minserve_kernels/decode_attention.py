@@ -114,10 +114,14 @@ def decode_attention(
 def choose_num_splits(num_pairs: int, most_keys: int, num_processors: int) -> int:
     """So many that each processor has two programs, if they are not too short. num_pairs: request and KV head
 
+    A power of two: the kernel is compiled for each number, and batches of all sizes come along.
+
     >>> [choose_num_splits(pairs, keys, 132) for pairs, keys in ((8, 4096), (16 * 8, 16384), (64 * 8, 4096))]
-    [16, 3, 1]
+    [16, 4, 1]
     """
-    return max(1, min(-(-2 * num_processors // num_pairs), most_keys // MIN_SPLIT_TOKENS))
+    wanted = triton.next_power_of_2(triton.cdiv(2 * num_processors, num_pairs))
+    most = max(1, most_keys // MIN_SPLIT_TOKENS)
+    return min(wanted, 1 << (most.bit_length() - 1))
 
 
 def num_processors(device: torch.device) -> int:

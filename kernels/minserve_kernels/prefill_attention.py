@@ -37,6 +37,8 @@ from minserve_kernels.kv_tile import (
     store_answers,
 )
 
+FEW_REQUESTS = 64  # up to so many, one compiled kernel will do
+
 
 class Tile(NamedTuple):
     """What a program has at hand at a time, and with how many warps."""
@@ -85,7 +87,7 @@ def prefill_attention(
         *(q, q.stride(0), q.stride(1), cache.codes, kv_tile.scales_or_codes(cache), tables, tables.stride(0)),
         *(query_starts, lengths, num_requests, out, scale * LOG2_E),
         **shapes,
-        REQUESTS_PADDED=triton.next_power_of_2(num_requests),
+        REQUESTS_PADDED=max(FEW_REQUESTS, triton.next_power_of_2(num_requests)),
         WINDOW=window or 0,
         TILE=tile.tokens,
         ROWS=tile.rows,
@@ -149,7 +151,7 @@ def attend(
     return most, total, y, y_high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def prefill(
     q,  # [T, H, D]
     q_stride,

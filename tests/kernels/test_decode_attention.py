@@ -133,5 +133,5 @@ def test_one_split_makes_nothing_but_the_answer() -> None:
 
 
 def test_number_of_splits() -> None:
-    assert [choose_num_splits(8, tokens, 132) for tokens in (1, 255, 512, 4096, 100_000)] == [1, 1, 2, 16, 33]
-    assert [choose_num_splits(pairs, 1 << 20, 132) for pairs in (1, 3, 132, 263, 264, 1000)] == [264, 88, 2, 2, 1, 1]
+    assert [choose_num_splits(8, tokens, 132) for tokens in (1, 255, 512, 4096, 100_000)] == [1, 1, 2, 16, 64]
+    assert [choose_num_splits(pairs, 1 << 20, 132) for pairs in (1, 3, 132, 263, 264, 1000)] == [512, 128, 2, 2, 1, 1]

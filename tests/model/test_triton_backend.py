@@ -235,5 +235,5 @@ def test_the_engines_own_launches(monkeypatch):
         assert found.num_wide_loads > 0 and found.num_spills == 0, (name, found)
         assert (found.num_mma + found.num_wgmma > 0) == (name in {"decode_split", "prefill"}), (name, found)
     # Steps of other sizes run what is there: compiling takes a second or two, in the middle of serving.
-    for rows in ([(16, 17)], [(1, 2), (2, 3), (3, 4), (3, 70)], [(5, 9)]):
+    for rows in ([(16, 17)], [(1, 2), (2, 3), (3, 4), (0, 5), (3, 70)], [(5, 9), (0, 64)]):
         assert {launch.kernel.hash for launch in compiled(runner, *rows)} <= {launch.kernel.hash for launch in first}

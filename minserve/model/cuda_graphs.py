@@ -43,7 +43,7 @@ def wants_graphs(setting: bool | str, backend: str, device: torch.device) -> boo
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Sizes that graphs are recorded for, the smallest first: two in each doubling, so that less than half of a batch is padding.
+    """Sizes that graphs are recorded for, the smallest first: two in each doubling, so that less than a third of a batch is padding.
 
     >>> batch_sizes(40)
     [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]

@@ -250,21 +250,27 @@ def paged_attention(
     """
     out = q.new_empty(metadata.num_tokens + 1, q.shape[1] * q.shape[2])  # the last row takes the padding's answers
     for group in metadata.groups:
-        keys, values = _fetch(cache, layer, 0, group, q.dtype), None
+        keys, values = _fetch(cache, layer, 0, group), None
         for tile in group.tiles:
             weights = _weights(q, keys, group, tile, scale, window)
             if values is None:  # not before: keys that a core has just gathered are still in its own cache when it multiplies by them
-                values = _fetch(cache, layer, 1, group, q.dtype)
+                values = _fetch(cache, layer, 1, group)
             out[tile.targets] = _weighted(weights, values, group, tile)
     return out[:-1]
 
 
-Fetched = tuple[Tensor, Tensor | None]  # own [n * K, keys, D] and, where there is one, the shared prefix [K, shared keys, D]
+class Fetched(NamedTuple):
+    """Keys or values of a group. A factor that is not None has still to be multiplied in: into scores, or into weights."""
+
+    own: Tensor  # [n * K, keys, D]
+    own_factors: Tensor | None  # [n * K, keys]
+    shared: Tensor | None = None  # [K, shared keys, D]
+    shared_factors: Tensor | None = None  # [K, shared keys]
 
 
-def _fetch(cache: KVCache, layer: int, kind: int, group: Group, dtype: torch.dtype) -> Fetched:
-    own = cache.gather(layer, kind, group.own, dtype)
-    return own, cache.gather(layer, kind, group.shared, dtype) if group.shared else None
+def _fetch(cache: KVCache, layer: int, kind: int, group: Group) -> Fetched:
+    own, shared = cache.fetch(layer, kind, group.own), cache.fetch(layer, kind, group.shared) if group.shared else ()
+    return Fetched(*own, *shared)
 
 
 def _weights(q: Tensor, keys: Fetched, group: Group, tile: Tile, scale: float, window: int | None) -> Tensor:
@@ -272,7 +278,7 @@ def _weights(q: Tensor, keys: Fetched, group: Group, tile: Tile, scale: float, w
 
     The H / K query heads of a KV head and the queries of the tile together are the rows of one product per KV head.
     """
-    (own, shared), n, num_queries = keys, group.num_requests, tile.num_queries
+    own, shared, n, num_queries = keys.own, keys.shared, group.num_requests, tile.num_queries
     num_pairs, _, head_dim = own.shape  # pairs of request and KV head
     q = q[tile.tokens].view(n, num_queries, num_pairs // n, -1, head_dim)
     q = q.permute(0, 2, 3, 1, 4) if num_queries > 1 else q.view(n, num_pairs // n, -1, 1, head_dim)  # [n, K, H / K, queries, D]
@@ -280,26 +286,37 @@ def _weights(q: Tensor, keys: Fetched, group: Group, tile: Tile, scale: float, w
         own = own[:, : tile.num_keys]
     scores = torch.bmm(q.reshape(num_pairs, -1, head_dim), own.transpose(1, 2))  # [n * K, H/K * queries, keys]
     scores = scores.view(*q.shape[:-1], tile.num_keys)
-    scores = torch.add(tile.masks[window], scores, alpha=scale)  # in one pass: mask + scale * scores
+    if keys.own_factors is None:
+        scores = torch.add(tile.masks[window], scores, alpha=scale)  # in one pass: mask + scale * scores
+    else:
+        scores = torch.addcmul(tile.masks[window], scores, _by_key(keys.own_factors, group, tile).mul(scale))
     if shared is not None:  # every query sees all of it
         by_head = q.transpose(0, 1).reshape(len(shared), -1, head_dim)  # [K, n * H/K * queries, D]
         seen = torch.bmm(by_head, shared.transpose(1, 2)).mul_(scale)
+        seen = seen if keys.shared_factors is None else seen.mul_(keys.shared_factors[:, None])
         scores = torch.cat((seen.view(len(shared), n, *q.shape[2:4], -1).transpose(0, 1), scores), dim=-1)
     return torch.softmax(scores, dim=-1)
 
 
+def _by_key(factors: Tensor, group: Group, tile: Tile) -> Tensor:
+    """The factors of a tile's own keys, beside scores or weights. [n * K, keys] -> [n, K, 1, 1, num_keys]"""
+    return factors[:, : tile.num_keys].unflatten(0, (group.num_requests, -1))[:, :, None, None]
+
+
 def _weighted(weights: Tensor, values: Fetched, group: Group, tile: Tile) -> Tensor:
     """Values summed by weight. weights: [n, K, H / K, queries, shared keys + keys] -> [n * queries, H * D]"""
-    own, shared = values
+    own, own_factors, shared, shared_factors = values
     num_pairs, _, head_dim = own.shape
     if tile.num_keys < group.own.num_keys:
         own = own[:, : tile.num_keys]
-    if shared is None:
-        answer = torch.bmm(weights.view(num_pairs, -1, tile.num_keys), own)  # [n * K, H/K * queries, D]
-    else:
-        of_shared, of_own = weights.split((shared.shape[1], tile.num_keys), dim=-1)
+    of_own = weights if shared is None else weights[..., -tile.num_keys :]
+    if own_factors is not None:
+        of_own = of_own * _by_key(own_factors, group, tile)
+    answer = torch.bmm(of_own.reshape(num_pairs, -1, tile.num_keys), own)  # [n * K, H/K * queries, D]
+    if shared is not None:
+        of_shared = weights[..., : -tile.num_keys]
         by_head = of_shared.transpose(0, 1).reshape(len(shared), -1, shared.shape[1])  # [K, n * H/K * queries, shared keys]
-        answer = torch.bmm(of_own.reshape(num_pairs, -1, tile.num_keys), own)
+        by_head = by_head if shared_factors is None else by_head * shared_factors[:, None]
         answer += torch.bmm(by_head, shared).view(len(shared), group.num_requests, -1, head_dim).transpose(0, 1).reshape(answer.shape)
     if tile.num_queries > 1:
         answer = answer.view(*weights.shape[:-1], head_dim).permute(0, 3, 1, 2, 4)  # [n, queries, K, H / K, D]

@@ -52,6 +52,7 @@ class Reading:
     num_keys: int  # tokens of each block table, padding included
     codes: tuple[Tensor, ...]  # keys' and values': [B * K * blocks, S * C]
     scales: Tensor | None  # [B * K * blocks, S * G]
+    factors: tuple[Tensor, ...] | None  # keys' and values': [B * K, num_keys] scales that are left to the caller
     slots: tuple[Tensor, ...]  # the numbers that codes stand for, in the compute type: [B * K * num_keys, D]
     keys: tuple[Tensor, ...]  # the same as [B * K, num_keys, D]
 
@@ -114,7 +115,7 @@ class KVCache:
     # --- writing ----------------------------------------------------------------------------------
 
     def mix(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values as they are stored: turned by an orthogonal matrix, if the format asks for it."""
+        """Queries, keys and values as they are stored: turned by an orthogonal matrix, if the format has one."""
         if self._mixing is None:
             return q, kv
         mixing = self._mixing.to(q.dtype)
@@ -167,12 +168,16 @@ class KVCache:
         numbers = tuple(self._scratch_of(f"{whose} {kind}", num_rows, width, dtype) for kind in ("keys", "values"))
         codes = self._scratch_of("codes", num_rows, self._stores[0].row_size, stored) if dtype != stored else None
         scales = self._scratch_of("scales", num_rows, self._stores[1].row_size, torch.float16) if self.scales is not None else None
+        factors = None
+        if self.kv_cache_dtype == "int8" and dtype != torch.float16:  # whose range is too small for products with codes
+            factors = tuple(self._scratch_of(f"{whose} {kind} factors", num_rows, self.block_size, dtype) for kind in ("keys", "values"))
         return Reading(
             index=index,
             unused=unused,
             num_keys=num_keys,
             codes=numbers if codes is None else (codes, codes),
             scales=scales,
+            factors=factors and tuple(kind.view(-1, num_keys) for kind in factors),
             slots=tuple(kind.view(-1, self.head_dim) for kind in numbers),
             keys=tuple(kind.view(-1, num_keys, self.head_dim) for kind in numbers),
         )
@@ -189,14 +194,29 @@ class KVCache:
 
         Valid until the next gather of that kind, where a shared prefix and the requests' own blocks do not disturb each other.
         """
-        codes, slots = reading.codes[kind], reading.slots[kind]
+        numbers, factors = self.fetch(layer, kind, reading)
+        if factors is not None:
+            numbers.mul_(factors.unsqueeze(-1))
+        return numbers if numbers.dtype == dtype else numbers.to(dtype)
+
+    def fetch(self, layer: int, kind: int, reading: Reading) -> tuple[Tensor, Tensor | None]:
+        """`gather` for a caller who takes a factor for each token, [B * K, num_keys], where leaving it to him is faster (int8).
+
+        One factor for a score, and one for a weight, is less work than D for the D numbers of a key or value.
+        """
+        codes, slots, scales = reading.codes[kind], reading.slots[kind], reading.scales
         torch.index_select(self._stores[0].read[layer][kind], 0, reading.index, out=codes)
-        if reading.scales is not None:
-            torch.index_select(self._stores[1].read[layer][kind], 0, reading.index, out=reading.scales)
+        if scales is not None:
+            torch.index_select(self._stores[1].read[layer][kind], 0, reading.index, out=scales)
+        if scales is not None and reading.factors is not None:
+            slots.copy_(codes.view(slots.shape))
+            factors = reading.factors[kind]
+            factors.view(-1).copy_(scales.view(-1))
+            if reading.unused is not None:
+                factors.view(-1).index_fill_(0, reading.unused, 0)
+            return reading.keys[kind], factors
         if codes.data_ptr() != slots.data_ptr():
-            scales = None if reading.scales is None else reading.scales.view(len(slots), -1)
-            decode_into(slots, codes.view(len(slots), -1), scales, self.kv_cache_dtype)
+            decode_into(slots, codes.view(len(slots), -1), None if scales is None else scales.view(len(slots), -1), self.kv_cache_dtype)
         if reading.unused is not None:
             slots.index_fill_(0, reading.unused, 0)
-        gathered = reading.keys[kind]
-        return gathered if gathered.dtype == dtype else gathered.to(dtype)
+        return reading.keys[kind], None

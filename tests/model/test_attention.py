@@ -1,5 +1,6 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from minserve.core.batch import ScheduledBatch
 from minserve.model import attention
 from minserve.model.attention import AttentionMetadata, paged_attention, plan_groups
 from minserve.model.kv_cache import KVCache
+from minserve_kernels.kv import decode, encode
 from tests.model.tiny_net import batch_of, full_logits, make_runner, request, row_logits, tiny_config, tiny_decoder, tokens_for
 
 D = 32
@@ -32,13 +34,15 @@ def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, window:
     return out.flatten(1)
 
 
-def scenario(chunks: list[tuple[int, int]], num_heads: int, num_kv_heads: int, size: int, seed: int = 0):
+def scenario(chunks: list[tuple[int, int]], num_heads: int, num_kv_heads: int, size: int, seed: int = 0, kv_cache_dtype: str = "fp32"):
     """Requests computed up to `start` that now compute [start, end), with random keys and values in scattered blocks."""
     torch.manual_seed(seed)
     config = tiny_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=D, num_layers=1)
     num_blocks = sum(-(-end // size) for _, end in chunks) + 3
-    cache = KVCache(config, num_blocks, size, "fp32")
-    cache.blocks[:, :num_blocks] = torch.nan  # whatever is not written is poison
+    cache = KVCache(config, num_blocks, size, kv_cache_dtype)
+    # Whatever is not written is poison.
+    for tensor in (cache.blocks, cache.scales) if cache.scales is not None else (cache.blocks,):
+        tensor[:, :num_blocks] = torch.nan if tensor.is_floating_point() else 77
     free = random.Random(seed).sample(range(num_blocks), num_blocks)
     rows, kvs = [], {}
     for i, (start, end) in enumerate(chunks):
@@ -68,6 +72,27 @@ def test_any_mix_equals_one_request_at_a_time(chunks, window):
         name = row.request.request_id
         k, v = kvs[name].unbind(1)
         torch.testing.assert_close(got[name], naive(queries[name], k, v, row.start, window), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("num_shared", [0, 43])
+def test_any_format_equals_attention_over_the_numbers_that_it_keeps(num_shared: int, kv_cache_dtype: str):
+    """With 43 shared blocks, enough that they are fetched once for all who begin with them."""
+    chunks = [(0, 5), *[(699, 700)] * 4, (701, 702), (690, 730)] if num_shared else MIXES["everything"]
+    cache, batch, queries, kvs = scenario(chunks, num_heads=6, num_kv_heads=2, size=16, kv_cache_dtype=kv_cache_dtype)
+    if num_shared:
+        first, model, *others = batch.rows
+        others = [replace(row, block_table=model.block_table[:num_shared] + row.block_table[num_shared:]) for row in others]
+        batch = replace(batch, rows=(first, model, *others))
+        for row in others:
+            kvs[row.request.request_id][: num_shared * 16] = kvs["R1"][: num_shared * 16]
+    assert any(group.num_shared for group in plan_groups(batch.rows, 16)) == bool(num_shared)
+    got = attend(cache, batch, queries)
+    for row in batch.rows:
+        name = row.request.request_id
+        kept = decode(*encode(kvs[name], kv_cache_dtype), kv_cache_dtype, torch.float32)
+        want = naive(queries[name], kept[:, 0], kept[:, 1], row.start, None)
+        torch.testing.assert_close(got[name], want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 32])

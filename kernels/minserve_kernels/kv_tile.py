@@ -70,9 +70,7 @@ def store_answers(
 @triton.jit
 def key_rows(table, tokens, is_token, kv_head, K: tl.constexpr, S: tl.constexpr):
     """Rows of the cache that hold the keys of a request's tokens [TILE]; the values are K * S rows on."""
-    blocks = tl.load(table + tokens // S, mask=is_token, other=0).to(
-        tl.int64
-    )  # a cache may have more than 2**31 codes
+    blocks = tl.load(table + tokens // S, mask=is_token, other=0).to(tl.int64)  # codes may pass 2**31
     return (blocks * (2 * K) + kv_head) * S + tokens % S
 
 

@@ -8,7 +8,6 @@ Invariant: no helper touches pyplot, which is not safe beside a widget's callbac
 Taught in notebook 00.
 """
 
-import atexit
 import base64
 import datetime
 import inspect
@@ -17,8 +16,6 @@ import math
 import os
 import platform
 import re
-import shutil
-import tempfile
 import textwrap
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -39,7 +36,6 @@ from minserve.lab.claims import Verdict, require_known
 MIB = 1 << 20
 FIGURES_FOLDER = "MINSERVE_FIGURES"  # the environment variable that `make outputs` sets, and no one who only reads and runs
 NUM_FIELDS = {"claim": 5, "score": 8, "record": 5}  # of the plain lines that notebook 15 and the tests collect
-TRITON_CACHE = "TRITON_CACHE_DIR"  # the environment variable for the folder of compiled kernels
 SCORE_COLUMNS = ("notebook", "memory MiB", "TTFT p50 ms", "TPOT p50 ms", "output tokens/s", "quality", "cost")
 
 
@@ -59,18 +55,12 @@ class TritonMissing(ImportError):
 
 
 def require_triton() -> None:
-    """For a notebook of kernels, before it imports any: compiled ones go to a folder that ends with this process.
-
-    Raises TritonMissing, in words that help, where Triton is not installed.
-    """
+    """For a notebook of kernels, before it imports any. Raises TritonMissing, in words that help, where Triton is not installed."""
     if find_spec("triton") is None:
         raise TritonMissing(
             "Triton is not installed here (it comes for Linux only: pip install 'minserve[triton]'), so the cells of this notebook "
             "cannot run; its saved outputs can be read as they are, and no other notebook needs it."
         )
-    if TRITON_CACHE not in os.environ:
-        os.environ[TRITON_CACHE] = folder = tempfile.mkdtemp(prefix="minserve-triton-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
 def machine() -> str:

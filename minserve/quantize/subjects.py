@@ -109,7 +109,7 @@ def labels(config: ModelConfig, kv_cache_dtype: str | Scheme) -> tuple[str, int 
 # --- a model with loud key channels ---------------------------------------------------------------
 
 
-def with_outliers(model: OpenModel, factor: float = 32.0, num_pairs: int = 1, seed: int = 0) -> OpenModel:
+def with_outliers(model: OpenModel, factor: float = 8.0, num_pairs: int = 1, seed: int = 0) -> OpenModel:
     """The same model, with `num_pairs` pairs of key channels `factor` times as loud in every layer. All logits stay as they are.
 
     factor: a power of two, so that nothing is rounded. Raises ValueError for another, and for models that norm queries and keys.

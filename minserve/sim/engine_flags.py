@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from minserve.sim.planner import Plan
+from minserve.sim.shapes import bits_of
 
 TGI_KV_SHARE = 0.9  # TGI_WIGGLE_ROOM: of the memory that is free after the trial prompt
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -44,7 +45,7 @@ WEIGHT_FLAGS: Mapping[str, Mapping[str, str]] = {
 NO_DTYPE = {("tgi", "fp32"), ("trtllm", "fp32"), ("trtllm", "bf16"), ("trtllm", "fp16")}  # engines without a flag for it
 GGUF_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp8": "Q8_0", "int8": "Q8_0", "int4": "Q4_K_M"}
 GGUF_BITS = {"Q8_0": ", 8.5 bits a weight", "Q4_K_M": ", about 4.8 bits a weight"}
-BLOCK_SCALES = {"q8_0": "6 %", "q4_0": "13 %"}  # 16 bits for every 32 numbers
+BLOCK_SCALES = {"q8_0": 2 / 32, "q4_0": 2 / 32}  # bytes of scales a number: llama.cpp keeps 16 bits for every 32 numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ def _llamacpp(plan: Plan) -> EngineSettings:
             f"no flag limits one request to {plan.context_tokens} tokens; who is too much waits for a slot",
             f"the weights' format is the GGUF file's: {gguf}{GGUF_BITS.get(gguf, '')}",
             *(
-                (f"{kv} keeps a scale for every 32 numbers: the pool is larger than planned by {BLOCK_SCALES[kv]}",)
+                (f"{kv} keeps a scale for every 32 numbers: the pool is larger than planned by {100 * _llamacpp_excess(plan):.0f} %",)
                 if kv in BLOCK_SCALES
                 else ()
             ),
@@ -203,6 +204,13 @@ def _llamacpp(plan: Plan) -> EngineSettings:
             *(("--split-mode tensor is experimental; row keeps all KV on one device",) if n > 1 else ()),
         ),
     )
+
+
+def _llamacpp_excess(plan: Plan) -> float:
+    """By what share llama.cpp's scales make keys and values larger than the plan's, which has fewer scales."""
+    shape, kv = plan.cost.shape, plan.cost.kv
+    own_bytes = shape.kv_numbers_per_token_layer * (bits_of(kv) / 8 + BLOCK_SCALES[KV_NAMES["llamacpp"][kv]])
+    return own_bytes / shape.kv_bytes_per_token_layer(kv) - 1
 
 
 def _batch(plan: Plan) -> int:
@@ -241,5 +249,5 @@ def _format_notes(plan: Plan, engine: str) -> tuple[str, ...]:
     elif kv not in TORCH_DTYPES and kv not in KV_NAMES[engine]:
         notes.append(f"{kv} keys and values do not exist here{'; fp8 takes as many bytes' if kv == 'int8' else ''}")
     elif engine == "vllm" and kv in ("int8", "int4"):
-        notes.append("it keeps a scale for each token and KV head too: a few per cent more than planned")
+        notes.append("it keeps a scale for each token and KV head as well, of another size: the pool may differ by a few per cent")
     return tuple(notes)

@@ -99,6 +99,13 @@ def test_what_has_no_flag_is_said() -> None:
     assert "--cache-type-k q8_0" in settings["llamacpp"].flags and settings["llamacpp"].command.endswith("Q4_K_M.gguf")
 
 
+def test_llamacpps_scales_are_counted_beside_the_plans() -> None:
+    """Heads of 128: q8_0 takes 136 bytes where the plan has 130, q4_0 takes 72 where it has 68."""
+    for kv, words in (("int8", "q8_0 keeps a scale for every 32 numbers: the pool is larger than planned by 5 %"), ("int4", "by 6 %")):
+        settings = engine_settings(planned("llama-3.1-8b", "h200", kv=kv))["llamacpp"]
+        assert any(words in note for note in settings.notes)
+
+
 def test_several_devices() -> None:
     given = flags(planned("llama-3.1-70b", num_devices=4))
     for flag, engine in (

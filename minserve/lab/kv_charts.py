@@ -8,6 +8,7 @@ Invariant: pure functions of numbers, without a number of their own.
 Taught in notebook 08.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ def vectors(panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], title
         add_boxes(ax, [(channel - 0.42, 0.0, 0.84, number) for channel, number in enumerate(numbers)], pale(PALETTE[0], 0.5))
         ax.plot(range(len(back)), back, linestyle="none", marker="_", markersize=5, markeredgewidth=1.6, color=PALETTE[3])
         dress(ax, "" if ax is not axes[0] else title, "channel" if ax is axes[-1] else "", "size")
-        top = 1.15 * max(map(abs, [*numbers, *back]))
+        top = 1.4 * max(map(abs, [*numbers, *back]))  # with room for the name
         ax.set_ylim(-top, top)
         ax.axhline(0, color=INK, linewidth=0.6)
         ax.set_xlim(-1, len(numbers))
@@ -113,7 +114,7 @@ def _draw_losses(ax: Axes, formats: Mapping[str, Bargain], loss_label: str, boun
         ax.annotate(
             f"{name} {number_text(made.loss)}",
             (made.capacity, loss),
-            (-7 if is_right else 7, 0),
+            (-7 if is_right else 7, -9 if abs(math.log(loss / bound)) < 0.4 else 0),  # not on the line of the bound
             textcoords="offset points",
             fontsize=SMALL_PT,
             ha="right" if is_right else "left",

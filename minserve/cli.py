@@ -130,6 +130,7 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--sets", default="mixed,shared", help="which of its sets, separated by commas (default: %(default)s)")
     bench.add_argument("--limit", type=int, help="only the first N requests of each set")
     bench.add_argument("--primed", action="store_true", help="run each set a second time, with its prefixes cached")
+    bench.add_argument("--gpu", action="store_true", help="measure kernels and engine on the graphics card that is here, in 12 minutes")
     bench.add_argument("--json", help="write the results here")
     _add_engine_options(bench)
     bench.set_defaults(run=_bench)
@@ -232,6 +233,13 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    if arguments.gpu:
+        if refused := _engine_fields(arguments):
+            raise ValueError(f"bench --gpu runs every backend with its own settings and takes none, got {', '.join(refused)}")
+        from minserve import bench_gpu
+
+        bench_gpu.main(arguments.model, arguments.json)
+        return
     from minserve import bench
 
     bench.main(

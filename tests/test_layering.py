@@ -22,6 +22,8 @@ ROOMS = (
     "scale",
     "lab",
     "bench",
+    "gpu_table",
+    "bench_gpu",
     "calibrate",
     "demo",
     "plan",

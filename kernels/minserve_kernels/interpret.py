@@ -112,7 +112,8 @@ def _honest(strict: bool) -> Iterator[None]:
     Triton patches its language anew at every call of every helper, and leaves some of that behind. Here each
     module is patched once a launch and taken back at the end, which is faster by half.
     """
-    patch, seen = interpreter._patch_lang, set[int]()
+    patch = interpreter._patch_lang
+    seen: set[int] = set()
     options = dataclasses.replace(
         interpreter.interpreter_builder.options, debug=strict, sanitize_overflow=strict
     )

@@ -132,7 +132,7 @@ def main(
         load_s = time.perf_counter() - start_s
         chosen = {name: list(sets[name])[:limit] for name in set_names}
         result: dict[str, Any] = {"peer": "minserve", "dtype": str(llm.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
-        result |= {"load_s": round(load_s, 2), "num_blocks": llm.num_blocks, "sets": {}}
+        result |= {"load_s": round(load_s, 2), "kv_cache_dtype": llm.pool.kv_cache_dtype, "num_blocks": llm.num_blocks, "sets": {}}
         run_set(llm, list(sets.get("warmup") or chosen[set_names[0]])[:4])
         for name, requests in chosen.items():
             llm.engine.scheduler.blocks.flush_cache()  # every set starts cold

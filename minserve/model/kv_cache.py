@@ -9,9 +9,10 @@ and int4 a second one of scales [N + 1, 2, K, S, G]. A block's slots of one head
 (request, head) gives [requests x heads, tokens, D], which a batched matrix product reads as it stands. Block N, the null block, is
 all zeros and is never written: it fills up short block tables.
 
-Measured on one Zen 4 core, bf16, one layer of SmolLM2-135M, 32 requests of 512 tokens, as a multiple of attention over bf16 blocks: codes
-made numbers here, in the gathered scratch, int8 1.35 and int4 2.0; codes multiplied as they are, with scales on scores and weights,
-int8 0.96 and int4 2.5.
+Measured on one Zen 4 core, bf16, attention of one layer of SmolLM2-135M, 32 requests of 512 tokens, as a multiple of the time with bf16
+blocks. Codes become numbers in the gathered scratch: int8 1.35, int4 2.0. Codes are multiplied as they are, and scores and weights
+by the scales: int8 0.96, int4 2.5. So int8 does the one and int4 the other. A whole decode step of 16 requests of 512 tokens takes
+1.03 times as long with int8, 1.6 with int4 and with fp8, which torch can only look up.
 
 Invariant: slots that no token was written to may hold anything (NaN, another request's past); readers mask them. Nothing but
 what a gather fetches is ever held at full precision.
@@ -48,23 +49,23 @@ class Reading:
     """Which blocks a gather fetches, and the scratch it fetches them into. Made once a step, for all layers."""
 
     index: Tensor  # [B * K * blocks] rows of a layer
-    unused: Tensor | None  # [U] slots of the gathered [B * K * num_keys] that hold no token: read as zeros, since 0 x NaN is NaN
+    unused: Tensor | None  # [U] slots of the gathered [B * K * num_keys] without a token: zeros, since 0 x NaN is NaN
     num_keys: int  # tokens of each block table, padding included
     codes: tuple[Tensor, ...]  # keys' and values': [B * K * blocks, S * C]
     scales: Tensor | None  # [B * K * blocks, S * G]
-    factors: tuple[Tensor, ...] | None  # keys' and values': [B * K, num_keys] scales that are left to the caller
+    factors: tuple[Tensor, ...] | None  # keys' and values' [B * K, num_keys]: scales that `fetch` leaves to its caller
     slots: tuple[Tensor, ...]  # the numbers that codes stand for, in the compute type: [B * K * num_keys, D]
     keys: tuple[Tensor, ...]  # the same as [B * K, num_keys, D]
 
 
 class _Store:
-    """Codes or scales of all layers, [L, N + 1, 2, K, S, X], and the same memory as a layer writes it and as it reads it."""
+    """Codes or scales of all layers, [L, N+1, 2, K, S, X], and the same memory as a layer writes and reads it."""
 
     def __init__(self, tensor: Tensor):
         num_layers, _, _, num_kv_heads, *row = tensor.shape
         self.tensor, self.row_size = tensor, math.prod(row)
         self.written = list(tensor.permute(0, 1, 4, 2, 3, 5))  # L of [N+1, S, 2, K, X]: by block and slot
-        rows = tensor.view(num_layers, -1, self.row_size)  # [L, (N+1) * 2 * K, S * X]: a row is a block of one head
+        rows = tensor.view(num_layers, -1, self.row_size)  # a row is a block of one head
         self.read = [(layer, layer[num_kv_heads:]) for layer in rows]  # values: K rows behind keys
 
 
@@ -85,10 +86,12 @@ class KVCache:
         self.bytes_per_token = bytes_per_token(config, kv_cache_dtype)
         self.bytes_per_block = self.bytes_per_token * block_size
         shape = (config.num_layers, num_blocks + 1, 2, config.num_kv_heads, block_size)
-        num_scales = NUM_SCALES.get(kv_cache_dtype)
+        size, num_scales = num_codes(self.head_dim, kv_cache_dtype), NUM_SCALES.get(kv_cache_dtype)
         # Not zeroed: the operating system hands out the memory when a block is first written.
-        self.blocks = torch.empty(*shape, num_codes(self.head_dim, kv_cache_dtype), dtype=CODES[kv_cache_dtype], device=device)
-        self.scales = torch.empty(*shape, num_scales, dtype=torch.float16, device=device) if num_scales else None
+        self.blocks = torch.empty(*shape, size, dtype=CODES[kv_cache_dtype], device=device)
+        self.scales = None
+        if num_scales:
+            self.scales = torch.empty(*shape, num_scales, dtype=torch.float16, device=device)
         self._stores = [_Store(tensor) for tensor in (self.blocks, self.scales) if tensor is not None]
         for store in self._stores:
             store.tensor[:, self.null_block] = 0
@@ -122,10 +125,11 @@ class KVCache:
         return q @ mixing, kv @ mixing
 
     def unmix(self, attended: Tensor) -> Tensor:
-        """The answers of attention over values as they are stored, as those over the values that they were. [T, H * D]"""
+        """Answers of attention over values as they are stored become those over the values. [T, H * D]"""
         if self._mixing is None:
             return attended
-        return (attended.unflatten(-1, (-1, self.head_dim)) @ self._mixing.T.to(attended.dtype)).flatten(-2)
+        heads = attended.unflatten(-1, (-1, self.head_dim))  # [T, H, D]
+        return (heads @ self._mixing.T.to(attended.dtype)).flatten(-2)
 
     def place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Block and offset of each slot id, made once a step. slots: [T], slot id = block x S + offset"""
@@ -140,7 +144,7 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, target), in all layers, reading every source before any target is written."""
+        """Copy whole blocks (source, target) in all layers; all sources are read before a target is written."""
         if copies:
             sources, targets = torch.tensor(copies, device=self.device).unbind(1)
             for store in self._stores:
@@ -155,35 +159,38 @@ class KVCache:
         is_shared: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Reading:
-        """Prepare, once a step, to fetch block tables of equal length. tables: B of n blocks; unused: see `Reading`
+        """Prepare, once a step, to fetch block tables of equal length. tables: B of n blocks
 
-        dtype: what the numbers will be wanted in. None: as they are stored, float32 for formats that nothing is computed in.
+        unused: see `Reading`. dtype: the compute type. None: as numbers are stored, and float32 for fp8, int8 and int4.
         """
         ids = torch.tensor(tables, device=self.device)  # [B, n]
         heads = torch.arange(self.num_kv_heads, device=ids.device)[:, None]
         index = (ids[:, None] * (2 * self.num_kv_heads) + heads).flatten()
         stored, num_rows, num_keys = self.blocks.dtype, len(index), ids.shape[1] * self.block_size
         dtype = dtype or (stored if self.kv_cache_dtype in PLAIN else torch.float32)
-        whose, width = "shared" if is_shared else "own", self.block_size * self.head_dim
-        numbers = tuple(self._scratch_of(f"{whose} {kind}", num_rows, width, dtype) for kind in ("keys", "values"))
-        codes = self._scratch_of("codes", num_rows, self._stores[0].row_size, stored) if dtype != stored else None
-        scales = self._scratch_of("scales", num_rows, self._stores[1].row_size, torch.float16) if self.scales is not None else None
-        factors = None
-        if self.kv_cache_dtype == "int8" and dtype != torch.float16:  # whose range is too small for products with codes
-            factors = tuple(self._scratch_of(f"{whose} {kind} factors", num_rows, self.block_size, dtype) for kind in ("keys", "values"))
+        names = [f"{'shared' if is_shared else 'own'} {kind}" for kind in ("keys", "values")]
+        numbers = [self._scratch_of(name, num_rows, self.block_size * self.head_dim, dtype) for name in names]
+        codes, scales, factors = numbers, None, None
+        if dtype != stored:
+            codes = [self._scratch_of("codes", num_rows, self._stores[0].row_size, stored)] * 2
+        if self.scales is not None:
+            scales = self._scratch_of("scales", num_rows, self._stores[1].row_size, torch.float16)
+        if self.kv_cache_dtype == "int8" and dtype != torch.float16:  # too small a range for products with codes
+            kept = [self._scratch_of(f"factors of {name}", num_rows, self.block_size, dtype) for name in names]
+            factors = tuple(kind.view(-1, num_keys) for kind in kept)
         return Reading(
             index=index,
             unused=unused,
             num_keys=num_keys,
-            codes=numbers if codes is None else (codes, codes),
+            codes=tuple(codes),
             scales=scales,
-            factors=factors and tuple(kind.view(-1, num_keys) for kind in factors),
+            factors=factors,
             slots=tuple(kind.view(-1, self.head_dim) for kind in numbers),
             keys=tuple(kind.view(-1, num_keys, self.head_dim) for kind in numbers),
         )
 
     def _scratch_of(self, name: str, num_rows: int, row_size: int, dtype: torch.dtype) -> Tensor:
-        """Room for gathered rows. One for all layers and steps: fresh memory each time would cost a page fault per 4 KiB."""
+        """Room for gathered rows, the same for all layers and steps: fresh memory costs a page fault per 4 KiB."""
         kept = self._scratch.get(name)
         if kept is None or len(kept) < num_rows or kept.dtype != dtype:
             kept = self._scratch[name] = torch.empty(num_rows, row_size, dtype=dtype, device=self.device)
@@ -192,7 +199,7 @@ class KVCache:
     def gather(self, layer: int, kind: int, reading: Reading, dtype: torch.dtype) -> Tensor:
         """Fetch the keys (kind 0) or values (kind 1) of whole block tables -> [B * K, num_keys, D]
 
-        Valid until the next gather of that kind, where a shared prefix and the requests' own blocks do not disturb each other.
+        Valid until the next gather of that kind. A shared prefix has room of its own.
         """
         numbers, factors = self.fetch(layer, kind, reading)
         if factors is not None:
@@ -200,9 +207,9 @@ class KVCache:
         return numbers if numbers.dtype == dtype else numbers.to(dtype)
 
     def fetch(self, layer: int, kind: int, reading: Reading) -> tuple[Tensor, Tensor | None]:
-        """`gather` for a caller who takes a factor for each token, [B * K, num_keys], where leaving it to him is faster (int8).
+        """`gather` for a caller who applies int8's scales himself: numbers, and factors [B * K, num_keys] or None
 
-        One factor for a score, and one for a weight, is less work than D for the D numbers of a key or value.
+        A factor for a score, and one for a weight, are less work than D for the D numbers of a key or value.
         """
         codes, slots, scales = reading.codes[kind], reading.slots[kind], reading.scales
         torch.index_select(self._stores[0].read[layer][kind], 0, reading.index, out=codes)
@@ -216,7 +223,8 @@ class KVCache:
                 factors.view(-1).index_fill_(0, reading.unused, 0)
             return reading.keys[kind], factors
         if codes.data_ptr() != slots.data_ptr():
-            decode_into(slots, codes.view(len(slots), -1), None if scales is None else scales.view(len(slots), -1), self.kv_cache_dtype)
+            scales = None if scales is None else scales.view(len(slots), -1)
+            decode_into(slots, codes.view(len(slots), -1), scales, self.kv_cache_dtype)
         if reading.unused is not None:
             slots.index_fill_(0, reading.unused, 0)
         return reading.keys[kind], None

@@ -57,7 +57,7 @@ class Sample:
     tasks: Sequence[Task]
 
     @classmethod
-    def draw(cls, model: OpenModel, num_documents: int = 24, document_tokens: int = 256, num_tasks: int = 16, seed: int = 0) -> "Sample":
+    def draw(cls, model: OpenModel, num_documents: int = 16, document_tokens: int = 256, num_tasks: int = 12, seed: int = 0) -> "Sample":
         """Of the project's own prose, and `num_tasks` questions of each kind."""
         return cls(documents(model.tokenizer, num_documents, document_tokens), make_tasks(num_tasks, seed))
 

@@ -104,7 +104,7 @@ def int8_linear(x: Tensor, codes: Tensor, scales: Tensor, tile: Tile | None = No
     return _added(sums, x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # or 1 row would be compiled apart from 2
 def _int8_linear(
     x,  # [T, I]
     codes,  # [O, I]
@@ -179,7 +179,7 @@ def int4_linear(
     return _added(sums, x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _int4_linear(
     x,  # [T, I]
     codes,  # [O, I / 2]

@@ -192,6 +192,14 @@ def test_small_groups_compile_without_spills(group_size: int) -> None:
     check_code(launches[0].kernel, wants_mma=True)
 
 
+def test_a_batch_that_grows_compiles_nothing_anew() -> None:
+    codes, scales = torch.zeros(4096, 2048, dtype=torch.uint8), outputs_together(torch.zeros(4096, 32, dtype=torch.float16))
+    with capture(SM90) as launches:
+        for num_rows in (1, 2, 7, 16):
+            int4_linear(torch.zeros(num_rows, 4096, dtype=torch.bfloat16), codes, scales, scales, 128)
+    assert len({id(kernel) for name, kernel in launches if name == "_int4_linear"}) == 1
+
+
 # --- the choice of tiles --------------------------------------------------------------------------
 
 

@@ -144,6 +144,16 @@ def test_bf16_is_as_near_to_fp32_as_torch_is():
     assert (by_kernels - want).norm() < 1.1 * (by_torch - want).norm() < 0.02 * want.norm()
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_what_int4_mixes_is_mixed_back(backend):
+    """A backend that forgot it would agree with another that forgot it, so this is held against the numbers of fp32."""
+    decoder = tiny_decoder(num_layers=1)
+    batch = batch_of((request("A", tokens_for(1, 18)), 0, 18, [0, 1]))
+    want, _ = runner_of(make(decoder, "torch")[0]).hidden(batch)
+    got, _ = runner_of(make(decoder, backend, kv_cache_dtype="int4")[0]).hidden(batch)
+    assert (got - want).norm() < 0.3 * want.norm()  # 0.16; 1.5 without
+
+
 # --- what the kernels touch -----------------------------------------------------------------------
 
 

@@ -70,7 +70,7 @@ def decode_attention(
     """
     num_requests, num_heads, head_dim = q.shape
     shapes = kv_tile.layout(q, cache)
-    tile_tokens = tile_tokens or (64 if q.itemsize < 4 else 32)
+    tile_tokens = tile_tokens or choose_tile_tokens(q, cache)
     if num_splits is None:
         most_keys = tables.shape[1] * shapes["S"]
         num_splits = choose_num_splits(num_requests * shapes["K"], most_keys, num_processors(q.device))
@@ -109,6 +109,14 @@ def decode_attention(
             num_warps=1,
         )
     return out
+
+
+def choose_tile_tokens(q: Tensor, cache: PagedKV) -> int:
+    """Keys that a program fetches at a time: 16 KiB of them, if registers last on sm_80, sm_90 and gfx942."""
+    if q.dtype == torch.float32:  # multiplied without matrix units: for checks, not for speed
+        return 16
+    has_room = q.dtype == torch.bfloat16 and cache.head_dim in (64, 128)  # tried by compiling
+    return 128 if has_room and cache.codes.itemsize == 1 else 64
 
 
 def choose_num_splits(num_pairs: int, most_keys: int, num_processors: int) -> int:

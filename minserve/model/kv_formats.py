@@ -5,8 +5,9 @@ numbers in few passes over memory. And int4 has 15 steps from one end of half a 
 leaves all others a step or two. An orthogonal matrix spreads every channel over all of them: q . k = (q M) . (k M), and the sum of
 values by weight is mixed as they are, so the answer is mixed back once. Nothing is learned or kept, and the bytes are the same.
 
-Measured on SmolLM2-135M over 4,096 tokens of the course's own text: perplexity with int4 as it is +12 %, keys mixed +5.1 %, values
-too +4.3 %; int8 +0.1 % without.
+Measured on SmolLM2-135M over 4,096 tokens of the course's own text, as a KL divergence from fp32 KV in nats a token: int4 as it is 0.122
+(perplexity +13 %), keys mixed 0.058 (+4.2 %), values too 0.050 (+4.4 %; all perplexities +-1.1). Random signs before the matrix: no
+difference. The best of five scales for each half instead of the one that clips nothing: a tenth less. int8 without mixing: 0.0007 (+0.1 %).
 
 Invariant: M is orthogonal, so mixing changes no score and no answer but by rounding.
 

@@ -30,9 +30,9 @@ def test_conda_gives_the_same_environment() -> None:
     assert project == "-e .[dev]"  # the extra that `make setup` installs; no version stands twice
 
 
-def test_dev_holds_lab_and_the_tools_of_make_test() -> None:
+def test_dev_holds_lab_triton_and_the_tools_of_make_test() -> None:
     names = {Requirement(text).name for text in EXTRAS["dev"]}
-    assert Requirement("minserve[lab]") in map(Requirement, EXTRAS["dev"])
+    assert Requirement("minserve[lab,triton]") in map(Requirement, EXTRAS["dev"])
     assert {"ruff", "pyright", "pytest", "pytest-cov", "nbval", "hypothesis"} <= names
     assert {"matplotlib", "ipywidgets", "jupyterlab"} <= {Requirement(text).name for text in EXTRAS["lab"]}
 

@@ -15,7 +15,7 @@ up their sums.
 
 Invariant: sums are in float32 and in a fixed order: the same product on the same card gives the same bits.
 
-Taught in notebook 08.
+Taught in notebook 09.
 """
 
 from typing import NamedTuple

@@ -13,7 +13,7 @@ A code is 0 to 15 and a zero is the code, not necessarily whole, that means 0.
 
 Invariant: `unpack_int4(pack_int4(codes, g), g)` equals `codes`.
 
-Taught in notebook 08.
+Taught in notebook 09.
 """
 
 import torch

@@ -9,7 +9,8 @@ Then each group's range is cut by a factor of its own: the largest weights are c
 
 Both searches measure the error of the output over the calibration text, from the Gram matrix of the inputs alone.
 
-Invariant: no scale and no cut are among the candidates, so neither search ends with a greater error than rounding to nearest has.
+Invariant: no scale and no cut are among the candidates, so neither search ends with a greater error, as it measures it, than rounding
+to nearest has.
 
 Taught in notebook 09.
 """
@@ -19,17 +20,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minserve.model.quantized_weight import groups_in_order
 from minserve.quantize.rtn import output_error, round_to_nearest
 from minserve.sim.weight_formats import WeightFormat
 
 SMALLEST_MAGNITUDE = 1e-4  # of an input that was always 0
 
 
-def search_scale(weights: Sequence[Tensor], gram_matrix: Tensor, magnitude: Tensor, fmt: WeightFormat, num_steps: int = 20) -> Tensor:
-    """The scale of each input for which rounding all weights [O, I] over these inputs moves the outputs least. -> [I]
+def search_scale(
+    weights: Sequence[Tensor],
+    gram_matrix: Tensor,
+    magnitude: Tensor,
+    fmt: WeightFormat,
+    num_steps: int = 20,
+) -> Tensor:
+    """The scale of each input for which rounding the weights moves the outputs least. -> [I]
 
-    gram_matrix: [I, I], magnitude: [I], mean |x|. Multiply the weights' columns by the scale, divide the inputs by it.
+    weights: all matrices [O, I] that these inputs meet. gram_matrix: [I, I], magnitude: [I], mean |x|.
+    Multiply the weights' columns by the scale, and divide the inputs by it.
     """
     candidates = [scale_of(magnitude, step / num_steps) for step in range(num_steps + 1)]
     errors = [scaled_error(weights, gram_matrix, scale, fmt) for scale in candidates]
@@ -47,26 +54,36 @@ def scale_of(magnitude: Tensor, alpha: float) -> Tensor:
 
 
 def scaled_error(weights: Sequence[Tensor], gram_matrix: Tensor, scale: Tensor, fmt: WeightFormat) -> float:
-    """Error of the outputs when the weights are multiplied by the scale, rounded, and the inputs divided by it."""
-    rounded = (round_to_nearest(weight * scale, fmt).dequantize() / scale for weight in weights)
-    return sum(output_error(weight, values, gram_matrix) for weight, values in zip(weights, rounded, strict=True))
+    """Error of the outputs when weights are multiplied by the scale and rounded, and inputs divided by it."""
+    error = 0.0
+    for weight in weights:
+        rounded = round_to_nearest(weight * scale, fmt).dequantize() / scale
+        error += output_error(weight, rounded, gram_matrix)
+    return error
 
 
-def search_clip(weight: Tensor, gram_matrix: Tensor, fmt: WeightFormat, num_steps: int = 10, least: float = 0.5) -> Tensor:
-    """The factor, from `least` to 1, on each group's range for which the group's part of the output moves least. -> [O, G]
+def search_clip(
+    weight: Tensor,
+    gram_matrix: Tensor,
+    fmt: WeightFormat,
+    num_steps: int = 10,
+    least: float = 0.5,
+) -> Tensor:
+    """The factor on each group's range, `least` to 1, for which its part of the output moves least. -> [O, G]
 
-    weight: [O, I], gram_matrix: [I, I]. A group is judged alone, as if the rest of its row were not rounded.
+    weight: [O, I], gram_matrix: [I, I], both with AWQ's scale on them if there is one: W s and G / (s s^T).
+    A group is judged alone, as if the rest of its row were not rounded.
     """
     factors = torch.linspace(1, least, num_steps + 1)
-    errors = torch.stack([clipped_error(weight, gram_matrix, factor, fmt) for factor in factors])  # [steps, O, G]
-    return factors[errors.argmin(0)]
+    errors = [clipped_error(weight, gram_matrix, factor, fmt) for factor in factors]
+    return factors[torch.stack(errors).argmin(0)]
 
 
 def clipped_error(weight: Tensor, gram_matrix: Tensor, factor: Tensor, fmt: WeightFormat) -> Tensor:
     """Error of each group's part of each output when all ranges are cut by the factor: [O, G]"""
-    group_of = groups_in_order(weight.shape[1], fmt.group_size)
-    shrink = factor.expand(len(weight), int(group_of[-1]) + 1)
-    difference = round_to_nearest(weight, fmt, shrink).dequantize() - weight
-    groups = [(group_of == g).nonzero()[:, 0] for g in range(shrink.shape[1])]
-    parts = [difference[:, group] for group in groups]
-    return torch.stack([(part @ gram_matrix[group][:, group] * part).sum(1) for part, group in zip(parts, groups, strict=True)], dim=1)
+    difference = round_to_nearest(weight, fmt, shrink=factor).dequantize() - weight
+    num_inputs = weight.shape[1]
+    size = fmt.group_size or num_inputs
+    groups = [slice(start, start + size) for start in range(0, num_inputs, size)]
+    errors = [(difference[:, g] @ gram_matrix[g, g] * difference[:, g]).sum(1) for g in groups]
+    return torch.stack(errors, dim=1)

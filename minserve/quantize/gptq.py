@@ -29,7 +29,7 @@ from minserve.sim.weight_formats import WeightFormat
 
 
 class Gram:
-    """What the quantizers know of a product's inputs: which go together, and how large each is. Means over all tokens added."""
+    """What the quantizers know of a product's inputs: which go together, and how large each is."""
 
     def __init__(self, num_inputs: int):
         self.num_tokens = 0
@@ -65,22 +65,26 @@ def gptq(
 ) -> QuantizedWeight:
     """Codes chosen so that the outputs move least. weight: [O, I], gram_matrix: [I, I]
 
-    order: inputs with large activations first. damping: this share of the Gram matrix's mean diagonal is added to its diagonal.
-    block_size: errors reach the inputs after a block all at once; changes speed, and nothing but rounding else.
+    order: inputs with large activations first.
+    damping: that share of the Gram matrix's mean diagonal is added to its diagonal.
+    block_size: the errors of so many inputs reach those after them at once. Changes the speed, not the result.
     Raises ValueError if the Gram matrix cannot be inverted.
     """
-    start = round_to_nearest(weight, fmt)
-    inputs = gram_matrix.diagonal().argsort(descending=True, stable=True) if order else torch.arange(weight.shape[1])
+    nearest = round_to_nearest(weight, fmt)  # its grids stay, its codes go
+    loudness = gram_matrix.diagonal()
+    inputs = loudness.argsort(descending=True, stable=True) if order else torch.arange(len(loudness))
     factor = inverse_factor(gram_matrix[inputs][:, inputs], damping)
-    scales, zeros = (numbers.T[start.group_of[inputs]] for numbers in (start.scales, start.zeros))  # [I, O]
+    groups = nearest.group_of[inputs]
+    scales, zeros = nearest.scales.T[groups], nearest.zeros.T[groups]  # [I, O]
     codes = compensate(weight.float().T[inputs], factor, scales, zeros, fmt.bits, block_size)
-    return replace(start, codes=codes[inputs.argsort()].T.contiguous())
+    return replace(nearest, codes=codes[inputs.argsort()].T.contiguous())
 
 
 def inverse_factor(gram_matrix: Tensor, damping: float) -> Tensor:
     """U, upper triangular, with U^T U = (gram_matrix + damping * its mean diagonal)^-1. [I, I] -> [I, I]
 
-    An input that was always 0 counts as one that goes with no other: its weights are rounded to nearest.
+    Its row i, times U[i, i], is the first row of the inverse that belongs to inputs i and later alone: all that
+    is needed once those before i are rounded. An input that was always 0 goes with no other.
     """
     hessian = gram_matrix.to(torch.float64, copy=True)  # 2 X X^T in the paper; a factor changes nothing
     diagonal = hessian.diagonal()
@@ -90,16 +94,24 @@ def inverse_factor(gram_matrix: Tensor, damping: float) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(hessian)
     if failed:
         raise ValueError(
-            f"the Gram matrix of {len(hessian)} inputs with damping {damping:g} of its mean diagonal {mean:g} has no inverse: "
-            f"elimination stopped at input {int(failed)}; add damping or calibration tokens"
+            f"the Gram matrix of {len(hessian)} inputs has no inverse: elimination stopped at input {int(failed)} "
+            f"with damping {damping:g} of a mean diagonal of {mean:g}; more damping or more tokens may help"
         )
     return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
 
 
-def compensate(rows: Tensor, factor: Tensor, scales: Tensor, zeros: Tensor, bits: int, block_size: int = 128) -> Tensor:
+def compensate(
+    rows: Tensor,
+    factor: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bits: int,
+    block_size: int = 128,
+) -> Tensor:
     """Round row after row, the later ones making up for the errors of the earlier. -> codes [I, O] uint8
 
-    rows: [I, O], row i the weights of input i; they are moved in place. factor: [I, I], of `inverse_factor`; scales, zeros: [I, O]
+    rows: [I, O], row i the weights of input i, in the order of rounding; the call moves them.
+    factor: [I, I], of `inverse_factor`, in the same order; scales, zeros: [I, O]
     """
     codes = torch.empty(rows.shape, dtype=torch.uint8)
     for start in range(0, len(rows), block_size):

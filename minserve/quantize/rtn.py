@@ -7,8 +7,10 @@ A grid has 2^bits points, scale apart, and 0 is always one of them: a weight of 
 the range of a group is stretched until it contains 0. In a symmetric grid 0 is the middle code, 2^(bits - 1), and the scale is the
 smallest for which the whole range of codes, -8 to 7 in 4 bits, covers the group. In an asymmetric one 0 lies where the group needs it.
 
-Invariant: no weight moves by more than half a step, apart from what rounding the scale to 8 significant bits adds at the far ends; and
-rounding what is already rounded by a symmetric grid changes nothing.
+Scales are rounded to 8 significant bits before any code is chosen, so that they are the same wherever they are stored.
+
+Invariant: on a symmetric grid no weight moves by more than half a step, and rounding what is rounded already changes nothing. An
+asymmetric grid is used to its ends: where rounding made its scale smaller, the ends fall short by up to 1/256 of its length.
 
 Taught in notebook 09.
 """
@@ -19,15 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minserve.model.quantized_weight import QuantizedWeight, groups_in_order, storable
+from minserve.model.quantized_weight import QuantizedWeight, groups_in_order, stack, storable
 from minserve.model.weights import Weights
 from minserve.sim.weight_formats import WeightFormat
 
 SMALLEST_SCALE = 2.0**-24  # of those that fp16 holds
+ROWS_AT_ONCE = 4096  # of a head of 128 thousand rows; rounding takes a few float32 copies of what it rounds
 
 
 def grid(low: Tensor, high: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """Scales and zeros of the grids that cover ranges from low to high, all three of any one shape.
+    """Scales and zeros of the grids that cover the ranges from low to high. All of one shape, any.
 
     Raises ValueError if a range is not finite.
 
@@ -41,7 +44,7 @@ def grid(low: Tensor, high: Tensor, bits: int, symmetric: bool) -> tuple[Tensor,
     exact = torch.maximum(low / -middle, high / (middle - 1)) if symmetric else (high - low) / top
     scales = storable(exact).clamp(min=SMALLEST_SCALE)
     if not scales.isfinite().all():
-        raise ValueError(f"weights from {low.min():g} to {high.max():g} have no {bits}-bit grid whose scale is a number in fp16")
+        raise ValueError(f"no {bits}-bit grid with an fp16 scale covers {low.min():g} to {high.max():g}")
     zeros = torch.full_like(scales, middle) if symmetric else (-low / scales).round().clamp(0, top)
     return scales, zeros
 
@@ -52,7 +55,7 @@ def nearest_codes(values: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> T
 
 
 def group_ranges(weight: Tensor, group_size: int | None) -> tuple[Tensor, Tensor]:
-    """Smallest and largest weight of each group; of a last group that is short, or 0. weight: [O, I] -> two of [O, G]"""
+    """Smallest and largest weight of each group; in a short last group, or 0. [O, I] -> two of [O, G]"""
     num_inputs = weight.shape[1]
     size = min(group_size or num_inputs, num_inputs)
     groups = F.pad(weight, (0, -num_inputs % size)).unflatten(1, (-1, size))  # [O, G, size]
@@ -62,13 +65,13 @@ def group_ranges(weight: Tensor, group_size: int | None) -> tuple[Tensor, Tensor
 def round_to_nearest(weight: Tensor, fmt: WeightFormat, shrink: Tensor | None = None) -> QuantizedWeight:
     """Each weight on the nearest point of its group's grid. weight: [O, I]
 
-    shrink: [O, G], factors on the groups' ranges: what lies outside falls on the ends of the grid, the rest on a finer grid.
+    shrink: [O, G], or one number: factors on the groups' ranges. What lies outside falls on a grid's ends.
 
     >>> round_to_nearest(torch.tensor([[-4.0, 0.2, 3.5]]), WeightFormat(4)).codes
     tensor([[ 0,  8, 15]], dtype=torch.uint8)
     """
-    group_of = groups_in_order(weight.shape[1], fmt.group_size)
-    low, high = group_ranges(weight.float(), fmt.group_size)
+    weight, group_of = weight.float(), groups_in_order(weight.shape[1], fmt.group_size)
+    low, high = group_ranges(weight, fmt.group_size)
     if shrink is not None:
         low, high = low * shrink, high * shrink
     scales, zeros = grid(low, high, fmt.bits, fmt.symmetric)
@@ -92,15 +95,17 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class RoundedWeights:
-    """Weights that are rounded as they are taken: what the layers multiply by in `fmt`, the head to int8 (head_bits 16: not at all).
+    """Weights that are rounded as they are taken: those of the layers' products to `fmt`, the head to int8.
 
-    tied: the head is the embedding; None: it is if `inner` has no other.
+    head_bits: 8, or 16 for a head that is not rounded.
+    tied: whether the head is the embedding; None: it is if `inner` has no other.
     """
 
     def __init__(self, inner: Weights, fmt: WeightFormat, head_bits: int = 8, tied: bool | None = None):
         if head_bits not in (8, 16):
             raise ValueError(f"the head is kept in 8 or 16 bits, got {head_bits}")
-        self.inner, self.fmt, self.head_bits, self.tied = inner, fmt, head_bits, HEAD not in inner if tied is None else tied
+        self.inner, self.fmt, self.head_bits = inner, fmt, head_bits
+        self.tied = HEAD not in inner if tied is None else tied
         self._embedding: Tensor | None = None  # until the head is made of it
 
     def __contains__(self, name: str) -> bool:
@@ -116,11 +121,15 @@ class RoundedWeights:
     def quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
         """The matrix in codes; None if it is not one of those that are rounded."""
         if name == HEAD:
-            return round_to_nearest(self._head(shape), WeightFormat(8)) if self.head_bits == 8 else None
-        return round_to_nearest(self.inner.take(name, shape), self.fmt) if name.endswith("_proj.weight") else None
+            return _rounded(self._head(shape), WeightFormat(8)) if self.head_bits == 8 else None
+        return _rounded(self.inner.take(name, shape), self.fmt) if name.endswith("_proj.weight") else None
 
     def _head(self, shape: Sequence[int]) -> Tensor:
         if not self.tied:
             return self.inner.take(HEAD, shape)
         embedding, self._embedding = self._embedding, None
         return self.inner.take(EMBEDDING, shape) if embedding is None else embedding
+
+
+def _rounded(weight: Tensor, fmt: WeightFormat) -> QuantizedWeight:
+    return stack([round_to_nearest(rows, fmt) for rows in weight.split(ROWS_AT_ONCE)])

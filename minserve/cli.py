@@ -40,11 +40,14 @@ SAMPLING_OPTIONS: tuple[tuple[str, type], ...] = (
 )
 
 
+_WEIGHTS_HELP = "format of the weights: bf16 (default), fp16, fp32, fp8, int8, int4, gptq-int4, awq-int4-g128, int4-channel-sym ..."
+_HEAD_BITS_HELP = "of the output layer beside quantized weights: 8 (default), as minserve keeps it, or 16, as most engines do"
 SIMULATE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("model", str, "a name (llama-2-13b ...), a config.json, or a directory with one (default: llama-2-13b)"),
     ("device", str, "a name (a100-80gb, h100 ...), or a file that minserve calibrate wrote (default: a100-80gb)"),
-    ("weights", str, "format of the weights: bf16 (default), fp16, fp32, fp8, int8, int4"),
-    ("kv", str, "format of keys and values, by the same names"),
+    ("weights", str, _WEIGHTS_HELP),
+    ("kv", str, "format of keys and values: bf16 (default), fp16, fp32, fp8, int8, int4"),
+    ("head_bits", int, _HEAD_BITS_HELP),
     ("tensor_parallel", int, "devices that share the model"),
     ("policy", str, "continuous (default), static, timeout, or padded: static batches that compute rectangles"),
     ("batch_size", int, "most requests at once; what a static batch holds; with --pool slots, the slots"),
@@ -155,8 +158,9 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--device", required=True, help="a name (a100-80gb, h100 ...), or a file that minserve calibrate wrote")
     plan.add_argument("--context", type=int, default=2048, help="tokens of a request, prompt and output together (default: %(default)s)")
     plan.add_argument("--output-tokens", type=int, help="how many of them are output (default: 256, or half of a short context)")
-    plan.add_argument("--weights", help="format of the weights: bf16 (default), fp16, fp32, fp8, int8, int4")
-    plan.add_argument("--kv", help="format of keys and values, by the same names")
+    plan.add_argument("--weights", help=_WEIGHTS_HELP)
+    plan.add_argument("--kv", help="format of keys and values: bf16 (default), fp16, fp32, fp8, int8, int4")
+    plan.add_argument("--head-bits", type=int, help=_HEAD_BITS_HELP)
     plan.add_argument("--tensor-parallel", type=int, dest="num_devices", help="devices that share the model")
     plan.add_argument("--memory-fraction", type=float, help="share of a device's memory that may be used (default: 0.9)")
     plan.add_argument("--reserve-gb", type=float, help="for activations and runtime (default: 3, or more where a step needs it)")
@@ -270,7 +274,8 @@ def _plan(arguments: argparse.Namespace) -> None:
     from minserve import plan
 
     scaled = {"slo_ttft": ("slo_ttft_s", 1e-3), "slo_tpot": ("slo_tpot_s", 1e-3), "reserve_gb": ("reserve_bytes", 1e9)}
-    settings = _given(arguments, ("output_tokens", "weights", "kv", "num_devices", "memory_fraction", "block_size", "token_budget"))
+    names = ("output_tokens", "weights", "kv", "head_bits", "num_devices", "memory_fraction", "block_size", "token_budget")
+    settings = _given(arguments, names)
     settings |= {name: factor * getattr(arguments, flag) for flag, (name, factor) in scaled.items() if getattr(arguments, flag) is not None}
     plan.main(
         arguments.model,

@@ -167,6 +167,7 @@ def as_dict(made: Plan, price_per_hour: float | None = None) -> dict[str, Any]:
         "num_devices": cost.num_devices,
         "weights": cost.weights,
         "kv": cost.kv,
+        "head_bits": cost.head_bits,
         "memory_fraction": made.memory_fraction,
         "context_tokens": made.context_tokens,
         "output_tokens": made.output_tokens,

@@ -32,6 +32,7 @@ class Settings:
     device: str = "a100-80gb"
     weights: str = "bf16"
     kv: str = "bf16"
+    head_bits: int = 8
     tensor_parallel: int = 1
     # how requests are batched, and how they hold memory
     policy: str = "continuous"
@@ -135,7 +136,8 @@ ARRIVALS = ("all-at-once", "poisson", "gamma", "closed")
 
 def make_cost(settings: Settings) -> CostModel:
     shape, device = load_shape(settings.model), load_device(settings.device)
-    return CostModel(shape, device, weights=settings.weights, kv=settings.kv, num_devices=settings.tensor_parallel)
+    formats = {"weights": settings.weights, "kv": settings.kv, "head_bits": settings.head_bits}
+    return CostModel(shape, device, num_devices=settings.tensor_parallel, **formats)
 
 
 def make_engine(settings: Settings, cost: CostModel) -> Engine:

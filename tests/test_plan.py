@@ -56,7 +56,18 @@ def test_what_does_not_fit_is_one_line_of_error(capsys: pytest.CaptureFixture[st
     assert cli.main(["plan", "--model", "llama-3.1-70b", *A100]) == 1
     error = capsys.readouterr().err
     assert error.startswith("minserve: llama-3.1-70b with a request of 2,048 tokens does not fit on 1 x a100-80gb: 90% of 80 GB")
-    assert "It would fit with --weights int4 (45 requests), or --tensor-parallel 4 (201 requests)." in error and error.count("\n") == 1
+    assert "It would fit with --weights int4 (40 requests), or --tensor-parallel 4 (201 requests)." in error and error.count("\n") == 1
+
+
+def test_the_output_layer_has_as_many_bits_as_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = {}
+    for bits in ("8", "16"):
+        results = tmp_path / f"{bits}.json"
+        run(capsys, "--model", "llama-3.1-8b", *A100, "--weights", "gptq-int4-g128", "--head-bits", bits, "--json", str(results))
+        held[bits] = json.loads(results.read_text(encoding="utf-8"))
+    assert [held[bits]["head_bits"] for bits in ("8", "16")] == [8, 16] and held["8"]["weights"] == "gptq-int4-g128"
+    table = 128_256 * 4096
+    assert held["16"]["bytes"]["weights"] - held["8"]["bytes"]["weights"] == table - 2 * 128_256
 
 
 @pytest.mark.parametrize(("name", "command"), [("vllm", "vllm serve MODEL"), ("llamacpp", "llama-server -m MODEL-BF16.gguf")])

@@ -120,7 +120,7 @@ def test_who_is_too_long_is_counted(capsys: pytest.CaptureFixture[str]):
         (["--prompt", "uniform:5"], "lengths 'uniform:5' are not understood; the forms are 512, uniform:LOW:HIGH"),
         (["--output", "many"], "lengths 'many' are not understood"),
         (["--prompt", "5000"], "all 200 requests were refused"),
-        (["--weights", "int3"], "number format 'int3' is not known"),
+        (["--weights", "int3"], "weight format 'int3' is not known; examples: int8, int4"),
         (["--tensor-parallel", "3"], "40 query heads cannot be shared evenly by 3 devices"),
         (["--slots", "64", "--pool", "slots", "--slot-tokens", "2048"], "64 slots of 2,048 tokens do not fit beside the weights, 25 do"),
         (["--disaggregate", "two"], "--disaggregate takes two counts, as in 1:1"),
@@ -173,6 +173,9 @@ def test_engine_settings_arrive():
     blocks = engine.scheduler.blocks
     assert (engine.scheduler.config.token_budget, blocks.block_size, blocks.prefix_caching) == (512, 32, False)
     assert blocks.num_blocks == make_cost(Settings(kv="int8", weights="int4")).pool_blocks(32, 0.8)
+    as_others = engine_for(block_size=32, memory_fraction=0.8, kv="int8", weights="int4", head_bits=16)
+    assert as_others.scheduler.blocks.num_blocks == make_cost(Settings(kv="int8", weights="int4", head_bits=16)).pool_blocks(32, 0.8)
+    assert as_others.scheduler.blocks.num_blocks < blocks.num_blocks
 
 
 def test_whole_answers_are_reserved_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -4,7 +4,7 @@ Why: the simulator, the planner, every roofline and every "% of the limit" divid
 `Work` (how many tokens, how much context they read), which any batch of the scheduler, real or simulated, has.
 
     weights  every step reads all weights once (of experts, those that its tokens visit), but looks the embedding up; 2 FLOPs per
-             weight and token
+             weight and token, in the compute type also where weights are quantized: see products.py
     KV       a row reads the keys and values of its context once, and writes those of its own tokens
     scores   each pair of a query and a key it may see costs 4 x H x D FLOPs in every layer
     link     with tensor parallelism, two sums over all devices in every layer
@@ -32,7 +32,8 @@ from os.path import commonprefix
 
 from minserve.core.batch import ScheduledRequest
 from minserve.sim.devices import DeviceSpec
-from minserve.sim.shapes import BITS, ModelShape
+from minserve.sim.products import StoredWeights
+from minserve.sim.shapes import ModelShape
 
 RESERVE_BYTES = 3e9  # kept for activations and the runtime; see planner.py
 
@@ -137,6 +138,9 @@ class Cost:
 class CostModel:
     """A model in its formats on a device, or on several that share it (tensor parallelism).
 
+    `weights` is the name of a format (see weight_formats.py); where that is quantized, the output layer has `head_bits`, 8 as our engine
+    keeps it or 16 as most others do, and the embedding stays in bf16.
+
     >>> from minserve.sim.devices import DEVICES
     >>> from minserve.sim.shapes import SHAPES
     >>> cost = CostModel(SHAPES["llama-2-13b"], DEVICES["a100-80gb"])
@@ -144,15 +148,28 @@ class CostModel:
     '16.7 ms'
     """
 
-    def __init__(self, shape: ModelShape, device: DeviceSpec, *, weights: str = "bf16", kv: str = "bf16", num_devices: int = 1):
+    def __init__(
+        self,
+        shape: ModelShape,
+        device: DeviceSpec,
+        *,
+        weights: str = "bf16",
+        kv: str = "bf16",
+        num_devices: int = 1,
+        head_bits: int = 8,
+    ):
+        if head_bits not in (8, 16):
+            raise ValueError(f"an output layer has 8 or 16 bits, got {head_bits}")
         if num_devices < 1 or shape.num_heads % num_devices:
             raise ValueError(f"{shape.num_heads} query heads cannot be shared evenly by {num_devices} devices")
         if shape.num_kv_heads % num_devices and num_devices % shape.num_kv_heads and not shape.latent_size:
             raise ValueError(f"{shape.num_kv_heads} KV heads can neither be split nor copied evenly over {num_devices} devices")
         self.shape, self.device, self.weights, self.kv, self.num_devices = shape, device, weights, kv, num_devices
+        self.head_bits = head_bits
+        self.stored = StoredWeights(shape, device, weights, head_bits, num_devices)
         # A KV head that cannot be split is kept by every device.
         self.kv_split = min(num_devices, shape.num_kv_heads) if not shape.latent_size else 1
-        self.weight_bytes = shape.weight_bytes(weights) / num_devices
+        self.weight_bytes = self.stored.num_bytes
         self.kv_bytes_per_token = shape.kv_bytes_per_token(kv) / self.kv_split
         self._layer_kv_bytes = shape.kv_bytes_per_token_layer(kv) / self.kv_split
         self._num_full_layers = shape.num_kv_layers - shape.num_window_layers
@@ -184,35 +201,30 @@ class CostModel:
 
     def of(self, work: Work) -> Cost:
         """FLOPs, bytes and seconds of a step. A step without tokens costs its overhead only."""
-        shape, device = self.shape, self.device
-        in_layers = work.num_tokens * shape.num_layer_parameters
-        in_output = work.num_samples * shape.num_output_parameters
-        linear_flops = 2 * (in_layers + in_output) / self.num_devices
+        shape = self.shape
+        products = self.stored.products(work.num_tokens, work.num_samples)
         attention_flops, shared_flops = self._attention_flops(work)
         reads = self._num_full_layers * work.num_context_tokens
         reads += shape.num_window_layers * work.num_window_tokens
         kv_read_bytes = self._layer_kv_bytes * reads
         kv_written_bytes = self.kv_bytes_per_token * work.num_tokens
-        weight_bytes = self.weight_bytes_read(work.num_tokens, work.num_samples) if work.num_tokens else 0.0
         activation_bytes = self._activation_bytes(work.num_tokens)
         link_bytes, link_s = self._link(work.num_tokens)
-        by_bytes_s = weight_bytes / (device.bytes_per_s * device.weight_read_share)
-        by_flops_s = linear_flops / (device.flops_per_s * device.matmul_share(max(1, work.num_tokens)))
         return Cost(
-            linear_flops=linear_flops,
+            linear_flops=self.stored.flops(work.num_tokens, work.num_samples),
             attention_flops=attention_flops,
             shared_flops=shared_flops,
-            weight_bytes=weight_bytes,
+            weight_bytes=products.num_bytes,
             kv_read_bytes=kv_read_bytes,
             kv_written_bytes=kv_written_bytes,
             activation_bytes=activation_bytes,
             link_bytes=link_bytes,
-            linear_s=max(by_bytes_s, by_flops_s),
+            linear_s=products.seconds,
             attention_s=self._attention_s(kv_read_bytes + kv_written_bytes, attention_flops, shared_flops),
             activation_s=self._activation_s(activation_bytes),
             link_s=link_s,
             overhead_s=self._overhead_s(work),
-            weights_are_slower=by_bytes_s >= by_flops_s,
+            weights_are_slower=products.by_bytes_s >= products.by_flops_s,
         )
 
     def _overhead_s(self, work: Work) -> float:
@@ -221,17 +233,8 @@ class CostModel:
         return device.step_overhead_s + prompts_s + work.num_requests * device.request_overhead_s
 
     def weight_bytes_read(self, num_tokens: int, num_samples: int = 1) -> float:
-        """Bytes of weights that a step of so many tokens reads on one device.
-
-        The embedding is looked up, not read through; the output layer is read if any row yields a token; of experts, those that some
-        token visits. Tokens are taken to choose k of the E experts independently: one is left out with probability (1 - k/E)^tokens.
-        """
-        shape, bits = self.shape, BITS[self.weights]
-        table_bytes = shape.num_embedding_parameters * max(16, bits) / 8 / self.num_devices  # of the embedding, and of the output layer
-        num_tables_unread = (not shape.tied_embeddings) + (not num_samples)
-        left_out = (1 - shape.num_active_experts / shape.num_experts) ** num_tokens if shape.num_experts else 0.0
-        expert_bytes = shape.num_expert_layers * shape.num_experts * shape.expert_parameters * bits / 8 / self.num_devices
-        return self.weight_bytes - num_tables_unread * table_bytes - left_out * expert_bytes
+        """Bytes of stored weights that a step of so many tokens meets on one device."""
+        return self.stored.read_bytes(num_tokens, num_samples)
 
     def _attention_flops(self, work: Work) -> tuple[float, float]:
         """Scores and weighted sums of all pairs of tokens; of these, the part with prefixes that requests share."""
@@ -271,9 +274,8 @@ class CostModel:
 
     @property
     def stored_weight_bytes(self) -> float:
-        """Weights that each device holds: all, and a copy of the embedding where a tied output layer is laid out anew."""
-        copies = self.shape.num_embedding_parameters if self.device.packs_weights and self.shape.tied_embeddings else 0
-        return self.weight_bytes + copies * max(16, BITS[self.weights]) / 8 / self.num_devices  # it is not quantized
+        """Weights that each device holds, with what it keeps of them in another layout or type."""
+        return self.stored.held_bytes
 
     def kv_bytes_left(self, memory_fraction: float = 0.9, reserve_bytes: float = RESERVE_BYTES) -> float:
         """Bytes for keys and values on each device; below zero if not even the weights fit."""

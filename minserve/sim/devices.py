@@ -49,6 +49,11 @@ class DeviceSpec:
     gathers_kv: bool = False  # attention first fetches keys and values, then multiplies: their times add up
     packs_weights: bool = False  # weights are laid out anew for their product, so an output layer tied to the embedding is a copy
     shares_prefix_reads: bool = False  # requests that begin with the same blocks have these read once
+    # quantized weights, where codes are not multiplied by at any number of rows as on a GPU: see products.py
+    max_code_rows: int | None = None  # products of more rows go by weights in the compute type; None: none do
+    keeps_weight_copy: bool = True  # which lie there beside the codes; False: they are made from the codes in every step
+    code_read_share: float | None = None  # of bytes_per_s, while few rows read codes; None: weight_read_share
+    code_row_bytes_per_s: float | None = None  # bytes of codes times rows that are unpacked; None: no limit
     source: str = ""
 
     def matmul_share(self, num_rows: float) -> float:

@@ -12,6 +12,9 @@ each. What gives the same KV pool in every engine is worked out here from the sa
 Names are those of vLLM 0.33, SGLang 0.5.23, TGI's last commit (January 2026), TensorRT-LLM 1.4 (trtllm-serve) and llama.cpp's
 server of 2026; they were read in documentation and sources, not run here.
 
+Quantized weights are a checkpoint's own business: `minserve quantize` writes the layouts of GPTQ and AWQ, of which vLLM and SGLang read
+the format without a flag. An output layer in 8 bits is not among them: it stays in 16 there, and the note says what that costs.
+
 Invariant: what an engine has no flag for is said in words, never left out silently.
 
 Taught in notebook 14.
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 
 from minserve.sim.planner import Plan
 from minserve.sim.shapes import bits_of
+from minserve.sim.weight_formats import WeightFormat, quantized_format
 
 TGI_KV_SHARE = 0.9  # TGI_WIGGLE_ROOM: of the memory that is free after the trial prompt
 TORCH_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -34,16 +38,16 @@ KV_NAMES: Mapping[str, Mapping[str, str]] = {
     "trtllm": {"fp8": "fp8"},
     "llamacpp": {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "q8_0", "int4": "q4_0"},
 }
-# Flags that quantize, or read quantized, weights; words where the checkpoint decides.
-WEIGHT_FLAGS: Mapping[str, Mapping[str, str]] = {
-    "vllm": {"fp8": "--quantization fp8"},
-    "sglang": {"fp8": "--quantization fp8", "int8": "--quantization w8a8_int8"},
-    "tgi": {"fp8": "--quantize fp8", "int8": "--quantize eetq", "int4": "--quantize awq"},
-    "trtllm": {},
-    "llamacpp": {},
+# Flags that quantize weights as they are loaded.
+LOADING_FLAGS: Mapping[tuple[str, str], str] = {
+    ("vllm", "fp8"): "--quantization fp8",
+    ("sglang", "fp8"): "--quantization fp8",
+    ("tgi", "fp8"): "--quantize fp8",
+    ("tgi", "int8"): "--quantize eetq",
 }
 NO_DTYPE = {("tgi", "fp32"), ("trtllm", "fp32"), ("trtllm", "bf16"), ("trtllm", "fp16")}  # engines without a flag for it
-GGUF_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp8": "Q8_0", "int8": "Q8_0", "int4": "Q4_K_M"}
+GGUF_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp8": "Q8_0"}
+QUANTIZED_GGUF_NAMES = {8: "Q8_0", 4: "Q4_K_M"}
 GGUF_BITS = {"Q8_0": ", 8.5 bits a weight", "Q4_K_M": ", about 4.8 bits a weight"}
 BLOCK_SCALES = {"q8_0": 2 / 32, "q4_0": 2 / 32}  # bytes of scales a number: llama.cpp keeps 16 bits for every 32 numbers
 
@@ -177,7 +181,8 @@ def _trtllm(plan: Plan) -> EngineSettings:
 
 
 def _llamacpp(plan: Plan) -> EngineSettings:
-    kv, gguf, n = KV_NAMES["llamacpp"].get(plan.cost.kv), GGUF_NAMES[plan.cost.weights], plan.cost.num_devices
+    kv, n, format = KV_NAMES["llamacpp"].get(plan.cost.kv), plan.cost.num_devices, quantized_format(plan.cost.weights)
+    gguf = GGUF_NAMES[plan.cost.weights] if format is None else QUANTIZED_GGUF_NAMES[format.bits]
     return EngineSettings(
         title="llama.cpp server",
         command=f"llama-server -m MODEL-{gguf}.gguf",
@@ -224,7 +229,7 @@ def _compute_type(plan: Plan) -> str:
 
 
 def _format_flags(plan: Plan, engine: str, dtype_flag: str | None, kv_flag: str) -> tuple[str, ...]:
-    dtype, weights, kv = _compute_type(plan), WEIGHT_FLAGS[engine].get(plan.cost.weights), KV_NAMES[engine].get(plan.cost.kv)
+    dtype, weights, kv = _compute_type(plan), _weight_flag(engine, plan.cost.weights), KV_NAMES[engine].get(plan.cost.kv)
     has_dtype = dtype_flag is not None and (engine, dtype) not in NO_DTYPE
     return (
         *((f"{dtype_flag} {TORCH_DTYPES[dtype]}",) if has_dtype else ()),
@@ -233,17 +238,48 @@ def _format_flags(plan: Plan, engine: str, dtype_flag: str | None, kv_flag: str)
     )
 
 
+def _weight_flag(engine: str, weights: str) -> str | None:
+    """The flag that quantizes weights at loading or, where an engine asks for it, names the checkpoint's layout."""
+    format = quantized_format(weights)
+    if format is None or (engine, format.name) in LOADING_FLAGS:
+        return LOADING_FLAGS.get((engine, weights if format is None else format.name))
+    return f"--quantize {_layout(format).lower()}" if engine == "tgi" else None
+
+
+def _layout(format: WeightFormat) -> str:
+    """The public layout in which `minserve quantize` saves a format."""
+    return "AWQ" if format.method == "awq" else "GPTQ"
+
+
+def _weight_notes(plan: Plan, engine: str) -> list[str]:
+    """What quantized weights ask of the checkpoint, and where the engine's own bytes differ from the plan's."""
+    cost, format = plan.cost, quantized_format(plan.cost.weights)
+    if format is None:
+        has_none = engine == "trtllm" and cost.weights == "fp8"
+        return [f"no flag turns weights into {cost.weights}: MODEL must be a checkpoint in that format"] if has_none else []
+    notes, layout = [], _layout(format)
+    if engine == "trtllm":
+        notes.append(f"no flag turns weights into {cost.weights}: MODEL must be a checkpoint that NVIDIA's Model Optimizer wrote")
+    elif (engine, format.name) not in LOADING_FLAGS:
+        flag = ", without a flag" if engine in ("vllm", "sglang") else ""
+        notes.append(f"MODEL must be a checkpoint in the layout of {layout} ({cost.weights}), as minserve quantize writes it{flag}")
+    if engine in ("vllm", "sglang") and layout == "GPTQ" and not format.symmetric:
+        notes.append("its fast kernels (Marlin) read GPTQ only with zero in the middle: choose -sym, or AWQ, which has zeros of its own")
+    more_bytes = (cost.shape.weight_bytes(cost.weights, 16) - cost.shape.weight_bytes(cost.weights, cost.head_bits)) / cost.num_devices
+    if more_bytes:
+        how = "more" if more_bytes > 0 else "less"
+        notes.append(f"the output layer stays in 16 bits: {abs(more_bytes) / 1e9:.2f} GB {how} than planned; --head-bits 16 plans for it")
+    return notes
+
+
 def _format_notes(plan: Plan, engine: str) -> tuple[str, ...]:
     """What has no flag: formats that must come with the checkpoint, and those that an engine does not have."""
-    weights, kv, dtype, notes = plan.cost.weights, plan.cost.kv, _compute_type(plan), []
+    kv, dtype, notes = plan.cost.kv, _compute_type(plan), []
     if (engine, dtype) in NO_DTYPE:
         notes.append(
             f"no flag for {dtype} as the compute type: it is the checkpoint's own" if engine == "trtllm" else f"{dtype} is not served here"
         )
-    if weights not in TORCH_DTYPES and weights not in WEIGHT_FLAGS[engine]:
-        notes.append(f"no flag turns weights into {weights}: MODEL must be a checkpoint in that format")
-    elif weights in ("int8", "int4") and engine != "tgi":
-        notes.append(f"MODEL must be a checkpoint with {weights} weights")
+    notes += _weight_notes(plan, engine)
     if kv in TORCH_DTYPES and kv != dtype:
         notes.append(f"{kv} keys and values beside {dtype} products: no flag here, KV is kept in the compute type")
     elif kv not in TORCH_DTYPES and kv not in KV_NAMES[engine]:

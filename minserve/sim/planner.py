@@ -4,7 +4,8 @@ Why: a deployment is settled by one subtraction (what weights and a step's worki
 (by what a request keeps), and two questions to the cost model (how long is a step, how long is a prompt). All are pure functions
 that take microseconds to a few milliseconds, so a slider can call them as it moves.
 
-    weights      all parameters in their format, shared by the devices
+    weights      all parameters in their format, shared by the devices; of quantized ones scales, zeros and the embedding in bf16 count,
+                 and the output layer in 8 bits, as this engine has it, or in 16 (`head_bits`), as others have it
     activations  what one step has in flight at most: see `activation_bytes`
     runtime      device context, captured graphs, slack of the allocator: an assumption, the rest of the reserve
     KV           whole blocks, as many as the rest holds
@@ -25,7 +26,8 @@ from typing import Any
 from minserve.sim.cost_model import RESERVE_BYTES, CostModel
 from minserve.sim.devices import DeviceSpec
 from minserve.sim.pace import Pace, largest, most_fed, pace
-from minserve.sim.shapes import BITS, ModelShape
+from minserve.sim.shapes import ModelShape, bits_of
+from minserve.sim.weight_formats import bits_of_weights
 
 RUNTIME_BYTES = 1e9  # the least that is kept for the runtime
 BYTES_PER_LOGIT = 10  # a row of logits in the compute type, in fp32, and sorted for top-p
@@ -205,6 +207,7 @@ def plan(
     weights: str = "bf16",
     kv: str = "bf16",
     num_devices: int = 1,
+    head_bits: int = 8,
     memory_fraction: float = 0.9,
     reserve_bytes: float | None = None,
     block_size: int = 16,
@@ -218,7 +221,7 @@ def plan(
     """
     output_tokens = output_tokens if output_tokens is not None else min(256, context_tokens // 2)
     _check(context_tokens, output_tokens, memory_fraction, block_size, token_budget)
-    cost = CostModel(shape, device, weights=weights, kv=kv, num_devices=num_devices)
+    cost = CostModel(shape, device, weights=weights, kv=kv, num_devices=num_devices, head_bits=head_bits)
     budget = share_out(cost, context_tokens, memory_fraction, reserve_bytes, block_size, token_budget)
     num_requests = budget.num_blocks // -(-context_tokens // block_size)
     if num_requests < 1:
@@ -274,16 +277,16 @@ def _describe_misfit(cost: CostModel, context_tokens: int, memory_fraction: floa
 def _what_would_fit(cost: CostModel, context_tokens: int, memory_fraction: float, reserve: float, block_size: int) -> str:
     """The single changes that are enough, each with the requests that then fit; else a shorter context, else both at once."""
     counts = [n for n in (2, 4, 8, 16, 32) if n > cost.num_devices and cost.shape.num_heads % n == 0]
-    smaller = [name for name in ("fp8", "int4") if BITS[name] < BITS[cost.weights]]
+    smaller = [name for name in ("int8", "int4") if bits_of_weights(name) < bits_of_weights(cost.weights)]
     changes = [(f"--weights {name}", {"weights": name}) for name in smaller]
-    changes += [(f"--kv {name}", {"kv": name}) for name in ("int8", "int4") if BITS[name] < BITS[cost.kv]]
+    changes += [(f"--kv {name}", {"kv": name}) for name in ("int8", "int4") if bits_of(name) < bits_of(cost.kv)]
     changes += [(f"--tensor-parallel {n}", {"num_devices": n}) for n in counts]
     both = [(f"--weights {name} --tensor-parallel {n}", {"weights": name, "num_devices": n}) for n in counts for name in smaller]
 
     def fitting(options: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
         found: dict[str, str] = {}  # of each kind of change, the smallest that is enough
         for words, change in options:
-            settings = {"weights": cost.weights, "kv": cost.kv, "num_devices": cost.num_devices, **change}
+            settings = {"weights": cost.weights, "kv": cost.kv, "num_devices": cost.num_devices, "head_bits": cost.head_bits, **change}
             other = CostModel(cost.shape, cost.device, **settings)
             fits = requests_that_fit(other, context_tokens, memory_fraction=memory_fraction, reserve_bytes=reserve, block_size=block_size)
             if fits:

@@ -1,7 +1,7 @@
-"""What a model's size means: parameters, and the numbers that a token keeps, from any Hugging Face config.json.
+"""What a model's size means: parameters, the bytes of its weights in any format, and the numbers that a token keeps.
 
-Why: cost and memory follow from a dozen integers. They are read here from configs of all kinds, also of models that our decoder
-cannot run: experts (MoE), one latent per token (MLA), layers that see a window, layers without a KV cache, two-matrix MLPs.
+Why: cost and memory follow from a dozen integers, also of models that our decoder cannot run: experts (MoE), one latent per token (MLA),
+layers that see a window, layers without a KV cache, two-matrix MLPs. `model_config.py` reads the integers, the zoo has some at hand.
 
 Invariant: counts are of the text model's weight matrices; norms and biases, under 0.1 % of a model, are left out.
 
@@ -9,13 +9,19 @@ Taught in notebooks 01 and 02.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}  # a number in each format, scales left out
+from minserve.sim.model_config import fields_from_config
+from minserve.sim.weight_formats import WeightFormat, bits_of_weights, quantized_format
+
+BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4}  # a number of KV in each format, scales left out
 KV_SCALE_BYTES = {"int8": 2, "int4": 4}  # a key or value of one head has a scale of 2 bytes, in int4 one for each half
+
+
+Matrix = tuple[int, int]  # outputs, inputs
 
 
 class UnknownModel(ValueError):
@@ -62,7 +68,7 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """All weights: what must be stored."""
-        layers = self.num_layers * self._attention_parameters + self.num_dense_mlp_layers * self._dense_mlp_parameters
+        layers = self.num_layers * _size(self.attention_matrices) + self.num_dense_mlp_layers * _size(self.dense_mlp_matrices)
         experts = self.num_expert_layers * (self.num_experts + self.num_shared_experts) * self.expert_parameters
         return layers + experts + self.num_embedding_parameters * (1 if self.tied_embeddings else 2)
 
@@ -91,29 +97,67 @@ class ModelShape:
     @property
     def expert_parameters(self) -> int:
         """Weights of one expert in one layer."""
-        return self.num_mlp_matrices * self.hidden_size * self.expert_size
+        return _size(self.expert_matrices)
+
+    # --- matrices and bytes -----------------------------------------------------------------------
 
     @property
-    def _dense_mlp_parameters(self) -> int:
-        return self.num_mlp_matrices * self.hidden_size * self.intermediate_size
-
-    @property
-    def _attention_parameters(self) -> int:
-        E, H, D = self.hidden_size, self.num_heads, self.head_dim
+    def attention_matrices(self) -> tuple[Matrix, ...]:
+        """Those of one layer: queries, keys, values, output; with MLA, down to the latent, up to keys and values, and so on."""
+        E, H, K, D = self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim
         if not self.latent_size:
-            return 2 * E * (H + self.num_kv_heads) * D
-        # down to the latent, up to keys and values of every head, and the queries through their own rank
-        queries = self.query_rank * (E + H * self.query_head_dim) if self.query_rank else E * H * self.query_head_dim
-        up = (self.latent_size - self.rotary_size) * H * (self.query_head_dim - self.rotary_size + D)
-        return queries + E * self.latent_size + up + H * D * E
+            return (H * D, E), (K * D, E), (K * D, E), (E, H * D)
+        rank, wide = self.query_rank, H * self.query_head_dim
+        queries = ((rank, E), (wide, rank)) if rank else ((wide, E),)
+        up = (H * (self.query_head_dim - self.rotary_size + D), self.latent_size - self.rotary_size)
+        return *queries, (self.latent_size, E), up, (E, H * D)
 
-    def weight_bytes(self, weights: str = "bf16") -> int:
-        """Bytes of all weights in a format. Quantized formats leave the embedding and the output layer in bf16, as is the custom."""
-        bits = bits_of(weights)
-        if bits >= 16:
-            return self.num_parameters * bits // 8
-        plain = self.num_embedding_parameters * (1 if self.tied_embeddings else 2)
-        return plain * 2 + (self.num_parameters - plain) * bits // 8
+    @property
+    def dense_mlp_matrices(self) -> tuple[Matrix, ...]:
+        return self._mlp_matrices(self.intermediate_size)
+
+    @property
+    def expert_matrices(self) -> tuple[Matrix, ...]:
+        """Those of one expert in one layer; a shared one is as large."""
+        return self._mlp_matrices(self.expert_size)
+
+    def _mlp_matrices(self, inner_size: int) -> tuple[Matrix, ...]:
+        return *[(inner_size, self.hidden_size)] * (self.num_mlp_matrices - 1), (self.hidden_size, inner_size)
+
+    def expert_bytes(self, weights: str = "bf16") -> int:
+        """Bytes of one expert in one layer."""
+        return _num_bytes(self.expert_matrices, weights)
+
+    def layer_bytes(self, weights: str = "bf16") -> int:
+        """Bytes of the matrices of all layers, each with its own scales and zeros."""
+        attention = self.num_layers * _num_bytes(self.attention_matrices, weights)
+        mlp = self.num_dense_mlp_layers * _num_bytes(self.dense_mlp_matrices, weights)
+        experts = self.num_expert_layers * (self.num_experts + self.num_shared_experts) * self.expert_bytes(weights)
+        return attention + mlp + experts
+
+    def embedding_bytes(self, weights: str = "bf16") -> int:
+        """Bytes of the table of token vectors, which nobody quantizes: a token looks up one row."""
+        return self.num_embedding_parameters * max(16, bits_of_weights(weights)) // 8
+
+    def head_bytes(self, weights: str = "bf16", head_bits: int = 8) -> int:
+        """Bytes of the output layer as it is multiplied with. Beside quantized weights it has `head_bits`: 8 here, 16 in most engines."""
+        if quantized_format(weights) is None or head_bits == 16:
+            return self.embedding_bytes(weights)
+        return WeightFormat(head_bits).num_bytes(self.vocab_size, self.hidden_size)
+
+    def has_own_head(self, weights: str = "bf16", head_bits: int = 8) -> bool:
+        """Whether the output layer is stored beside the embedding: where it is not tied to it, or quantized while the table is not."""
+        return not self.tied_embeddings or (quantized_format(weights) is not None and head_bits != 16)
+
+    def weight_bytes(self, weights: str = "bf16", head_bits: int = 8) -> int:
+        """Bytes of all weights in a format, scales and zeros counted.
+
+        >>> shape = SHAPES["llama-2-13b"]
+        >>> [f"{shape.weight_bytes(name) / 1e9:.2f} GB" for name in ("bf16", "int8", "int4", "int4-g128")]
+        ['26.03 GB', '13.18 GB', '7.63 GB', '7.23 GB']
+        """
+        head = self.head_bytes(weights, head_bits) if self.has_own_head(weights, head_bits) else 0
+        return self.layer_bytes(weights) + self.embedding_bytes(weights) + head
 
     # --- what a token keeps -----------------------------------------------------------------------
 
@@ -150,8 +194,19 @@ class ModelShape:
         return self.kv_bytes_per_token_layer(kv) * kept
 
 
+def _size(matrices: Iterable[Matrix]) -> int:
+    return sum(num_outputs * num_inputs for num_outputs, num_inputs in matrices)
+
+
+def _num_bytes(matrices: Iterable[Matrix], weights: str) -> int:
+    format = quantized_format(weights)
+    if format is None:
+        return _size(matrices) * bits_of_weights(weights) // 8
+    return sum(format.num_bytes(*matrix) for matrix in matrices)
+
+
 def bits_of(number_format: str) -> int:
-    """Bits of a number. Raises ValueError for an unknown format."""
+    """Bits of a number of KV. Raises ValueError for an unknown format."""
     if number_format not in BITS:
         raise ValueError(f"number format {number_format!r} is not known; known: {', '.join(BITS)}")
     return BITS[number_format]
@@ -179,126 +234,8 @@ def load_shape(name_or_path: str | Path) -> ModelShape:
 
 
 def shape_from_config(values: Mapping[str, Any], name: str = "model") -> ModelShape:
-    """Read a Hugging Face config of whatever family. A model with several parts (vision and text) is read by its text part."""
-    for part in ("text_config", "llm_config", "language_config"):
-        if isinstance(values.get(part), Mapping):
-            return shape_from_config({**values[part], "tie_word_embeddings": _tied(values[part], values)}, name)
-    values = {**LEFT_OUT.get(str(values.get("model_type")), {}), **values}
-    hidden, heads = _size(values, "hidden_size", "n_embd", "n_embed", "d_model"), _size(values, "num_attention_heads", "n_head", "n_heads")
-    layers = _size(values, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    return ModelShape(
-        name=name,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=_num_kv_heads(values, heads),
-        intermediate_size=int(
-            _first(values, "intermediate_size_mlp", "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size") or 4 * hidden
-        ),
-        vocab_size=_size(values, "vocab_size", "padded_vocab_size"),
-        max_positions=int(_first(values, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len") or 4096),
-        tied_embeddings=_tied(values),
-        num_mlp_matrices=2 if values.get("model_type") in TWO_MATRIX_FAMILIES else 3,
-        **{"head_dim": int(values.get("head_dim") or hidden // heads), **_latent(values)},
-        **_experts(values, layers),
-        **_attention_kinds(values, layers),
-    )
-
-
-# Families whose MLP is up and down without a gate.
-TWO_MATRIX_FAMILIES = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "phi", "starcoder2", "gpt_bigcode"}
-
-
-# What configs of a family leave out, since it is the same for all its members or the default of their code.
-LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
-    "gemma3_text": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "vocab_size": 262_208,
-        "sliding_window_pattern": 6,
-    },
-    "gemma2": {"sliding_window_pattern": 2},
-    "llama4_text": {"n_shared_experts": 1, "sliding_window_pattern": 4},
-}
-
-
-def _first(values: Mapping[str, Any], *names: str) -> Any:
-    return next((values[name] for name in names if values.get(name) is not None), None)
-
-
-def _size(values: Mapping[str, Any], *names: str) -> int:
-    found = _first(values, *names)
-    if found is None:
-        raise ValueError(f"the config has no {names[0]} (nor {', '.join(names[1:]) or 'another name for it'})")
-    return int(found)
-
-
-def _num_kv_heads(values: Mapping[str, Any], num_heads: int) -> int:
-    if values.get("multi_query") and not values.get("new_decoder_architecture"):  # falcon-7b, starcoder
-        return 1
-    return int(_first(values, "num_key_value_heads", "num_kv_heads", "multi_query_group_num") or num_heads)
-
-
-def _tied(*configs: Mapping[str, Any]) -> bool:
-    """The families that leave the word out tie by default only where they are old (GPT-2, OPT, Falcon) or of Gemma's line."""
-    for values in configs:
-        if "tie_word_embeddings" in values:
-            return bool(values["tie_word_embeddings"])
-    kind = str(configs[0].get("model_type", ""))
-    return kind in {"gpt2", "opt", "bloom", "falcon", "mpt", "starcoder2", "gpt_bigcode"} or kind.startswith("gemma")
-
-
-def _latent(values: Mapping[str, Any]) -> dict[str, int]:
-    """MLA: a token keeps one latent and one rotated key for all heads."""
-    if not values.get("kv_lora_rank"):
-        return {}
-    rotary = _size(values, "qk_rope_head_dim")
-    return {
-        "head_dim": _size(values, "v_head_dim"),
-        "key_size": _size(values, "qk_nope_head_dim") + rotary,
-        "latent_size": _size(values, "kv_lora_rank") + rotary,
-        "rotary_size": rotary,
-        "query_rank": int(values.get("q_lora_rank") or 0),
-    }
-
-
-def _experts(values: Mapping[str, Any], num_layers: int) -> dict[str, int]:
-    num_experts = int(_first(values, "num_local_experts", "num_experts", "n_routed_experts") or 0)
-    if num_experts <= 1:
-        return {}
-    sparse_every = int(_first(values, "decoder_sparse_step", "interleave_moe_layer_step") or 1)
-    num_dense = int(values.get("first_k_dense_replace") or 0) or len(values.get("mlp_only_layers") or ())
-    if sparse_every > 1:
-        num_dense = num_layers - num_layers // sparse_every
-    expert_size = int(_first(values, "moe_intermediate_size", "intermediate_size"))
-    shared_size = int(values.get("shared_expert_intermediate_size") or 0)
-    return {
-        "num_experts": num_experts,
-        "num_active_experts": int(_first(values, "num_experts_per_tok", "num_experts_per_token", "top_k") or 1),
-        "num_shared_experts": int(values.get("n_shared_experts") or 0) or -(-shared_size // expert_size),
-        "expert_size": expert_size,
-        "num_dense_layers": num_dense,
-    }
-
-
-def _attention_kinds(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """How many layers see a window only, and how many keep no KV (linear attention, state space)."""
-    window = _first(values, "sliding_window", "attention_chunk_size")
-    kinds = values.get("layer_types")
-    if kinds:
-        stateless = sum(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
-        windowed = sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
-    else:
-        every = int(values.get("full_attention_interval") or 1)
-        stateless = num_layers - num_layers // every if every > 1 else 0
-        pattern = int(values.get("sliding_window_pattern") or 0)
-        windowed = num_layers - num_layers // pattern if pattern else num_layers if values.get("model_type") == "mistral" and window else 0
-        if values.get("use_sliding_window"):
-            windowed = num_layers - int(values.get("max_window_layers") or 0)
-    if not window or not windowed:
-        return {"num_stateless_layers": stateless}
-    return {"window": int(window), "num_window_layers": windowed, "num_stateless_layers": stateless}
+    """A shape from a Hugging Face config of whatever family. Raises ValueError if a size is missing."""
+    return ModelShape(name=name, **fields_from_config(values))
 
 
 # --- the zoo --------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ METHODS = ("rtn", "gptq", "awq")  # round to nearest is what a name without a me
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP_SIZE = 64
 PLAIN_WEIGHTS = ("fp32", "bf16", "fp16")
+UNSCALED_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8}  # what is not quantized; fp8, which some engines serve, has few scales
 _NAME = re.compile(r"(?:(rtn|gptq|awq)-)?int([48])(?:-(?:g(\d+)|(channel)))?(?:-(sym|asym))?")
 
 
@@ -83,3 +84,23 @@ def parse_weights(name: str) -> WeightFormat:
     if method == "awq" and bits == "8":
         raise ValueError(f"{name}: AWQ is for 4 bits; at 8 rounding to the nearest leaves nothing to search for")
     return WeightFormat(int(bits), group_size, default.symmetric if middle is None else middle == "sym", method or "rtn")
+
+
+def quantized_format(name: str) -> WeightFormat | None:
+    """The quantized format of that name, None for a plain one or fp8. Raises ValueError for a name that is neither."""
+    if name in UNSCALED_BITS:
+        return None
+    try:
+        return parse_weights(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; not quantized are {', '.join(UNSCALED_BITS)}") from None
+
+
+def bits_of_weights(name: str) -> int:
+    """Bits of a weight, scales and zeros left out.
+
+    >>> bits_of_weights("bf16"), bits_of_weights("gptq-int4-g128")
+    (16, 4)
+    """
+    format = quantized_format(name)
+    return UNSCALED_BITS[name] if format is None else format.bits

@@ -8,6 +8,7 @@ from minserve.sim.devices import DEVICES
 from minserve.sim.engine_flags import TGI_KV_SHARE, engine_settings, flags, memory_fractions
 from minserve.sim.planner import Plan, plan
 from minserve.sim.shapes import BITS, SHAPES
+from minserve.sim.weight_formats import UNSCALED_BITS
 
 ENGINES = ["vllm", "sglang", "tgi", "trtllm", "llamacpp"]
 
@@ -77,8 +78,11 @@ def test_tgi_cannot_give_everything() -> None:
     assert any("TGI_WIGGLE_ROOM" in note and "1.0" in note for note in settings.notes)
 
 
+QUANTIZED = ["int8", "int4", "int4-g32-sym", "gptq-int4", "gptq-int8-g128", "gptq-int4-channel-sym", "awq-int4", "awq-int4-g128"]
+
+
 @pytest.mark.parametrize("kv", BITS)
-@pytest.mark.parametrize("weights", BITS)
+@pytest.mark.parametrize("weights", [*UNSCALED_BITS, *QUANTIZED])
 def test_every_format_has_a_flag_or_words(weights: str, kv: str) -> None:
     device = "h200"
     for name, settings in engine_settings(planned("llama-3.1-8b", device, weights=weights, kv=kv)).items():
@@ -93,10 +97,50 @@ def test_every_format_has_a_flag_or_words(weights: str, kv: str) -> None:
 def test_what_has_no_flag_is_said() -> None:
     settings = engine_settings(planned("llama-3.1-8b", "h200", weights="int4", kv="int8"))
     assert "--kv-cache-dtype int8_per_token_head" in settings["vllm"].flags
-    assert "no flag turns weights into int4: MODEL must be a checkpoint in that format" in settings["vllm"].notes
+    layout = "MODEL must be a checkpoint in the layout of GPTQ (int4), as minserve quantize writes it"
+    assert f"{layout}, without a flag" in settings["vllm"].notes and layout in settings["tgi"].notes
+    assert any("no flag turns weights into int4" in note for note in settings["trtllm"].notes)
     assert "int8 keys and values do not exist here; fp8 takes as many bytes" in settings["sglang"].notes
-    assert "--quantize awq" in settings["tgi"].flags
+    assert "--quantize gptq" in settings["tgi"].flags
     assert "--cache-type-k q8_0" in settings["llamacpp"].flags and settings["llamacpp"].command.endswith("Q4_K_M.gguf")
+
+
+def quantized(weights: str, **settings: Any) -> dict[str, str]:
+    """What each engine is told of weights in that format, in one string."""
+    found = engine_settings(planned("llama-3.1-8b", weights=weights, **settings))
+    return {name: " ".join([s.command, *s.flags, *s.notes]) for name, s in found.items()}
+
+
+def test_the_checkpoints_layout_is_that_of_the_method() -> None:
+    for name, layout in (("awq-int4", "AWQ"), ("gptq-int4-sym", "GPTQ"), ("int4-g32", "GPTQ"), ("int8-g128", "GPTQ")):
+        said = quantized(name)
+        assert all(f"a checkpoint in the layout of {layout} ({name})" in said[engine] for engine in ("vllm", "sglang", "tgi"))
+        assert f"--quantize {layout.lower()}" in said["tgi"] and "--quantization" not in said["vllm"] + said["sglang"]
+
+
+def test_int8_is_rounded_at_loading_where_an_engine_can() -> None:
+    said = quantized("rtn-int8-channel")
+    assert "--quantize eetq" in said["tgi"] and "MODEL must be" not in said["tgi"]
+    assert "Q8_0.gguf" in said["llamacpp"] and "Q4_K_M.gguf" in quantized("awq-int4")["llamacpp"]
+
+
+def test_fast_kernels_for_gptq_want_zero_in_the_middle() -> None:
+    words = "(Marlin) read GPTQ only with zero in the middle"
+    warned = {
+        name: words in quantized(name)["vllm"] for name in ("int4", "gptq-int4", "gptq-int4-sym", "int8", "gptq-int8-asym", "awq-int4")
+    }
+    assert warned == {"int4": True, "gptq-int4": True, "gptq-int4-sym": False, "int8": False, "gptq-int8-asym": True, "awq-int4": False}
+    assert words not in quantized("int4")["tgi"]
+
+
+def test_what_an_output_layer_in_16_bits_costs_is_said() -> None:
+    """128,256 x 4,096 numbers: one byte each more, less a scale a row; of a tied one, that int8 copy less."""
+    said = quantized("int4")
+    assert all("stays in 16 bits: 0.53 GB more than planned" in said[name] for name in ("vllm", "sglang", "tgi", "trtllm"))
+    assert "16 bits" not in said["llamacpp"]
+    assert "than planned" not in quantized("int4", head_bits=16)["vllm"] + quantized("bf16")["vllm"]
+    tied = engine_settings(planned("qwen3-0.6b", weights="int4"))["vllm"].notes
+    assert any("stays in 16 bits: 0.16 GB less than planned" in note for note in tied)
 
 
 def test_llamacpps_scales_are_counted_beside_the_plans() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from minserve.sim.shapes import SHAPES, ModelShape, UnknownModel, bits_of, load_shape, shape_from_config
+from minserve.sim.weight_formats import parse_weights
 
 PUBLISHED = {  # parameters, in 1e9
     "llama-2-7b": 6.738,
@@ -67,12 +68,71 @@ def test_layers_with_a_window_stop_growing_at_it():
     assert shape.kv_bytes(10_000) == 21 * (10_000 + 4096) * per_layer
 
 
-def test_quantized_weights_leave_the_embedding_and_the_output_layer_as_they_are():
+# --- bytes of weights -----------------------------------------------------------------------------
+
+FORMATS = [
+    "-".join(part for part in (method, f"int{bits}", group, middle) if part)
+    for method in ("", "rtn", "gptq", "awq")
+    for bits in (8, 4)
+    for group in ("", "g32", "g64", "g128", "channel")
+    for middle in ("", "sym", "asym")
+    if (method, bits) != ("awq", 8)
+]
+
+
+def test_plain_weights_are_parameters_times_bytes():
+    for shape in SHAPES.values():
+        assert [shape.weight_bytes(name) for name in ("fp32", "bf16", "fp16")] == [n * shape.num_parameters for n in (4, 2, 2)]
+    shape, plain = SHAPES["llama-2-7b"], 2 * 32_000 * 4096
+    assert shape.weight_bytes("fp8") == 2 * plain + shape.num_parameters - plain  # other engines: tables as they are
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_weights_count_the_scales_and_zeros_of_every_matrix(name: str):
+    """The default model matrix by matrix, by the formula of the format; 576 inputs are 4.5 groups of 128."""
+    shape, format = SHAPES["smollm2-135m"], parse_weights(name)
+    layer = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
+    matrices = 30 * sum(format.num_bytes(*matrix) for matrix in layer)
+    table = 49_152 * 576
+    assert shape.layer_bytes(name) == matrices
+    assert shape.weight_bytes(name) == matrices + 2 * table + (table + 2 * 49_152)  # bf16 to look up, int8 to multiply with
+    assert shape.weight_bytes(name, head_bits=16) == matrices + 2 * table  # other engines: the tied table is both
+
+
+def test_an_untied_output_layer_is_quantized_to_8_bits_and_elsewhere_left_in_16():
+    shape, table = SHAPES["llama-2-7b"], 32_000 * 4096
+    assert shape.weight_bytes("int4") == shape.layer_bytes("int4") + 2 * table + table + 2 * 32_000
+    assert shape.weight_bytes("int4", head_bits=16) == shape.layer_bytes("int4") + 4 * table
+    assert shape.weight_bytes("bf16", head_bits=16) == shape.weight_bytes("bf16")  # nothing to choose
+
+
+def test_codes_and_the_scales_beside_them_on_paper():
+    """Of 4096 inputs: int8 has one scale of 2 bytes, int4 64 groups of 4 bytes."""
     shape = SHAPES["llama-2-7b"]
-    plain = 2 * 32_000 * 4096
-    assert shape.weight_bytes("bf16") == 2 * shape.num_parameters
-    assert shape.weight_bytes("fp32") == 4 * shape.num_parameters
-    assert shape.weight_bytes("int4") == 2 * plain + (shape.num_parameters - plain) // 2
+    outputs = 4 * 4096 + 2 * 11_008  # with 4096 inputs; `down` has 11,008 inputs for 4096 outputs, in 172 groups
+    codes = shape.num_parameters - 2 * 32_000 * 4096
+    assert shape.layer_bytes("int8") == codes + 32 * 2 * (outputs + 4096)
+    assert shape.layer_bytes("int4") == codes // 2 + 32 * 4 * (64 * outputs + 172 * 4096)
+
+
+def test_experts_and_latents_count_by_their_own_matrices():
+    format = parse_weights("int4-g128")
+    moe = shape_from_config(QWEN3_MOE)
+    expert = 2 * format.num_bytes(768, 2048) + format.num_bytes(2048, 768)
+    assert moe.expert_bytes("int4-g128") == expert
+    attention = format.num_bytes(4096, 2048) + 2 * format.num_bytes(512, 2048) + format.num_bytes(2048, 4096)
+    assert moe.layer_bytes("int4-g128") == 48 * (attention + 128 * expert)
+    mla = shape_from_config(DEEPSEEK_V3)
+    sizes = [(1536, 7168), (24_576, 1536), (576, 7168), (32_768, 512), (7168, 16_384)]
+    assert sorted(mla.attention_matrices) == sorted(sizes)
+    dense, routed = [(18_432, 7168)] * 2 + [(7168, 18_432)], [(2048, 7168)] * 2 + [(7168, 2048)]
+    counts = ((61, sizes), (3, dense), (58 * 257, routed))
+    assert mla.layer_bytes("int4") == sum(count * parse_weights("int4").num_bytes(*m) for count, matrices in counts for m in matrices)
+
+
+def test_an_unknown_weight_format_lists_what_there_is():
+    with pytest.raises(ValueError, match="weight format 'int3' is not known; examples: int8, int4, .*; not quantized are fp32, bf16"):
+        SHAPES["llama-2-7b"].weight_bytes("int3")
 
 
 def test_an_unknown_number_format_lists_the_known_ones():

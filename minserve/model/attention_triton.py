@@ -25,7 +25,7 @@ from torch import Tensor
 from minserve.core.batch import ScheduledBatch, ScheduledRequest
 from minserve.model.config import ModelConfig
 from minserve.model.kv_cache import KVCache
-from minserve.model.linear import Linear
+from minserve.model.linear import AnyLinear
 from minserve.model.rope import Rotation
 
 ALIGNMENT = 4  # numbers: arrays begin at multiples of 16 bytes, or Triton compiles a kernel again for those that don't
@@ -180,7 +180,7 @@ class TritonOperations:
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.kernels.rms_norm(x.reshape(-1, len(weight)), weight, eps)[0].view(x.shape)
 
-    def add_norm(self, linear: Linear, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, linear: AnyLinear, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self.kernels.rms_norm(linear(y), weight, eps, x)  # the sum is made where it is normed, not in a pass of its own
 
     def rotate_(self, heads: Tensor, num_heads: int, turn: Rotation) -> None:

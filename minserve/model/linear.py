@@ -12,11 +12,29 @@ Invariant: `Linear(weight, bias)(x)` equals `F.linear(x, weight, bias)` up to ro
 Taught in notebook 05.
 """
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 NUM_ROWS_HINT = 16  # oneDNN chooses its layout for this many rows; the choice hardly matters between 1 and 512
+
+
+class AnyLinear(Protocol):
+    """What a decoder multiplies by: a `Linear`, or a `QuantizedLinear` where the weight is in codes."""
+
+    out_features: int
+    in_features: int
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor: ...
+
+    @property
+    def is_packed(self) -> bool: ...
+
+    @property
+    def num_bytes(self) -> int: ...
 
 
 class Linear:

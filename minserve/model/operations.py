@@ -20,7 +20,7 @@ from minserve.model.attention import AttentionMetadata, paged_attention
 from minserve.model.attention_triton import TritonOperations, launches_are_diverted, load_kernels
 from minserve.model.config import ModelConfig
 from minserve.model.kv_cache import KVCache
-from minserve.model.linear import Linear
+from minserve.model.linear import AnyLinear
 from minserve.model.rope import Rotation, rotate_
 
 BACKENDS = ("auto", "torch", "triton")
@@ -48,7 +48,7 @@ class Operations(Protocol):
         """RMSNorm over the last dimension."""
         ...
 
-    def add_norm(self, linear: Linear, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, linear: AnyLinear, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The residual stream after a sublayer, x + linear(y), behind its norm. x: [T, E] -> normed, sum. May overwrite x."""
         ...
 
@@ -76,7 +76,7 @@ class TorchOperations:
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.rms_norm(x, weight.shape, weight, eps)
 
-    def add_norm(self, linear: Linear, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, linear: AnyLinear, y: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = linear(y, add=x)
         return self.norm(x, weight, eps), x
 

@@ -12,11 +12,13 @@ Taught in notebook 05.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from minserve.model.quantized_weight import QuantizedWeight
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -32,6 +34,23 @@ class Weights(Protocol):
     def take(self, name: str, shape: Sequence[int]) -> Tensor: ...
 
     def __contains__(self, name: str) -> bool: ...
+
+
+@runtime_checkable
+class CodedWeights(Weights, Protocol):
+    """Weights of which some are in codes. `take` gives those as numbers."""
+
+    def quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
+        """A matrix in codes by the name that it would have in floats, such as model.layers.0.mlp.down_proj.weight; None: it is in floats.
+
+        lm_head.weight is asked for too where the output layer is tied to the embedding.
+        """
+        ...
+
+
+def quantized(weights: Weights, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
+    """The codes of a matrix, or None if these weights have none for it."""
+    return weights.quantized(name, shape) if isinstance(weights, CodedWeights) else None
 
 
 class Checkpoint:

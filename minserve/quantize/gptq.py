@@ -67,7 +67,7 @@ def gptq(
 
     order: inputs with large activations first.
     damping: that share of the Gram matrix's mean diagonal is added to its diagonal.
-    block_size: the errors of so many inputs reach those after them at once. Changes the speed, not the result.
+    block_size: the errors of so many inputs reach those after them at once. Changes the speed, not the codes.
     Raises ValueError if the Gram matrix cannot be inverted.
     """
     nearest = round_to_nearest(weight, fmt)  # its grids stay, its codes go
@@ -83,8 +83,8 @@ def gptq(
 def inverse_factor(gram_matrix: Tensor, damping: float) -> Tensor:
     """U, upper triangular, with U^T U = (gram_matrix + damping * its mean diagonal)^-1. [I, I] -> [I, I]
 
-    Its row i, times U[i, i], is the first row of the inverse that belongs to inputs i and later alone: all that
-    is needed once those before i are rounded. An input that was always 0 goes with no other.
+    Its row i, times U[i, i], is the first row of the inverse that belongs to inputs i and later alone: all
+    that is needed once those before i are rounded. An input that was always 0 goes with no other.
     """
     hessian = gram_matrix.to(torch.float64, copy=True)  # 2 X X^T in the paper; a factor changes nothing
     diagonal = hessian.diagonal()
@@ -94,8 +94,8 @@ def inverse_factor(gram_matrix: Tensor, damping: float) -> Tensor:
     lower, failed = torch.linalg.cholesky_ex(hessian)
     if failed:
         raise ValueError(
-            f"the Gram matrix of {len(hessian)} inputs has no inverse: elimination stopped at input {int(failed)} "
-            f"with damping {damping:g} of a mean diagonal of {mean:g}; more damping or more tokens may help"
+            f"the Gram matrix of {len(hessian)} inputs has no inverse: elimination stopped at input {int(failed)}. "
+            f"Damping was {damping:g} of a mean diagonal of {mean:g}; more of it or more tokens help"
         )
     return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True).float()
 

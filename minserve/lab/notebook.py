@@ -201,12 +201,22 @@ def lines_of(notebook: Mapping[str, Any], kind: str) -> list[tuple[str, ...]]:
     return [tuple(line.split(" | ", NUM_FIELDS[kind] - 1)[1:]) for line in lines if line.startswith(f"{kind} | ")]
 
 
-def score(notebook: str, summary: Summary, memory_bytes: int, quality: str = "-", cost: str = "-") -> None:
+def score(
+    notebook: str,
+    summary: Summary,
+    memory_bytes: int,
+    quality: str = "-",
+    cost: str = "-",
+    weights: tuple[str, int] | None = None,
+) -> None:
     """Show a row of the scorecard that runs through the course; a dash is a column that is not measured yet.
+
+    weights: the name of their format and their bytes, where these are not the model's own; told beside the memory, which includes them.
 
     The plain form is one line, `score | notebook | memory | TTFT | TPOT | tokens/s | quality | cost`.
     """
-    cells = (notebook, f"{memory_bytes / MIB:.0f}", _ms(summary.ttft_p50_s), _ms(summary.tpot_p50_s))
+    memory = f"{memory_bytes / MIB:.0f}" + (f" ({weights[0]} weights {weights[1] / MIB:.0f})" if weights else "")
+    cells = (notebook, memory, _ms(summary.ttft_p50_s), _ms(summary.tpot_p50_s))
     cells += (f"{summary.output_tokens_per_s:.0f}", quality, cost)
     table = [SCORE_COLUMNS, ("---",) * len(SCORE_COLUMNS), cells]
     _show("\n".join(f"| {' | '.join(row)} |" for row in table), f"score | {' | '.join(cells)}")

@@ -28,7 +28,8 @@ from minserve.sim.simulator import make_engine, simulate
 from minserve.sim.workload import Lengths, Workload, all_at_once, make_workload, poisson
 
 CONTINUOUS, STATIC, TIMEOUT = "continuous", "static", "timeout"
-FORMATS = ("bf16", "fp8", "int8", "int4")
+FORMATS = ("bf16", "fp8", "int8", "int4")  # of keys and values
+WEIGHT_FORMATS = (*FORMATS, "int4-g32", "int4-g128", "int4-channel")  # who chose the codes makes no difference in bytes
 LONGEST_CONTEXT = 131_072
 BLOCK_SIZE = 16
 
@@ -39,7 +40,7 @@ class VramCalculator(Explorer):
     def __init__(self, model: str = "llama-2-13b", device: str = "a100-80gb", context_tokens: int = 2048):
         self.model = choice("model", SHAPES, model)
         self.device = choice("device", DEVICES, device)
-        self.weights = choice("weights", FORMATS, "bf16")
+        self.weights = choice("weights", WEIGHT_FORMATS, "bf16")
         self.kv = choice("KV cache", FORMATS, "bf16")
         self.num_devices = choice("devices", (1, 2, 4, 8), 1)
         self.gqa = choice("KV heads", (("as the model has them", True), ("one per query head", False)), True)
@@ -187,7 +188,7 @@ class RooflineExplorer(Explorer):
     def __init__(self, model: str = "llama-2-13b", device: str = "a100-80gb"):
         self.model = choice("model", SHAPES, model)
         self.device = choice("device", DEVICES, device)
-        self.weights = choice("weights", FORMATS, "bf16")
+        self.weights = choice("weights", WEIGHT_FORMATS, "bf16")
         self.kv = choice("KV cache", FORMATS, "bf16")
         self.batch = steps("requests decoding", 1, 1024, 8)
         self.context = steps("context, tokens", 128, LONGEST_CONTEXT, 1024)

@@ -238,6 +238,13 @@ def test_score_is_one_row(shown: list[dict[str, str]]) -> None:
     assert len({line.count("|") for line in shown[0]["text/markdown"].splitlines()}) == 1
 
 
+def test_score_names_and_counts_weights_in_another_format(shown: list[dict[str, str]]) -> None:
+    notebook.score("09", summarize([], []), 300 * notebook.MIB, weights=("gptq-int4", 90 * notebook.MIB))
+    assert shown[0]["text/plain"] == "score | 09 | 300 (gptq-int4 weights 90) | - | - | 0 | - | -"
+    executed = {"cells": [{"outputs": [{"output_type": "display_data", "data": shown[0]}]}]}
+    assert notebook.lines_of(executed, "score") == [("09", "300 (gptq-int4 weights 90)", "-", "-", "0", "-", "-")]
+
+
 def test_resident_bytes_counts_this_process() -> None:
     before = notebook.resident_bytes()
     held = torch.ones(64 * notebook.MIB // 4)

@@ -191,7 +191,7 @@ def test_vram_by_hand(vram: VramCalculator) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("model", "qwen3-8b"), ("device", "h200"), ("weights", "int4"), ("kv", "int8"), ("context", 12_288), ("num_devices", 2)],
+    [("model", "qwen3-8b"), ("device", "h200"), ("weights", "int4-channel"), ("kv", "int8"), ("context", 12_288), ("num_devices", 2)],
 )
 def test_vram_is_the_planner_s_answer(vram: VramCalculator, name: str, value: Any) -> None:
     controls_of(vram)[name].value = value

@@ -1,6 +1,7 @@
 """The planner: the anchors of the course, budgets that add up, errors that help, and requests that really fit."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from minserve.sim import planner
 from minserve.sim.cost_model import CostModel
 from minserve.sim.devices import DEVICES
 from minserve.sim.planner import DoesNotFit, Plan, plan
-from minserve.sim.shapes import SHAPES
+from minserve.sim.shapes import SHAPES, ModelShape, shape_from_config
 from minserve.sim.simulator import make_engine, simulate
 from minserve.sim.workload import Lengths, all_at_once, make_workload
 
@@ -161,6 +162,56 @@ def test_two_changes_at_once_are_advised_where_one_is_not_enough() -> None:
 def test_settings_that_make_no_sense(settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         plan(SHAPES["llama-2-13b"], A100, **settings)
+
+
+# --- what decides claims B14 and B40 ---------------------------------------------------------------
+
+CODE_LLAMA_34B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 32_000,
+    "tie_word_embeddings": False,
+}
+
+
+def smallest_card_gb(shape: ModelShape, weights: str) -> int | None:
+    """The smallest of the cards that people buy on which one request of 2,048 tokens runs, with 1 GB of runtime and 5 % left over."""
+    for card_gb in (8, 12, 16, 24, 32, 48):
+        cost = CostModel(shape, replace(DEVICES["rtx-4090"], memory_bytes=card_gb * 1e9), weights=weights, head_bits=16)
+        reserve = planner.RUNTIME_BYTES + planner.activation_bytes(cost, 512, 1)
+        if planner.requests_that_fit(cost, 2048, memory_fraction=0.95, reserve_bytes=reserve):
+            return card_gb
+    return None
+
+
+def test_four_bits_bring_13b_and_34b_onto_a_card_of_24_gb_and_not_70b() -> None:
+    shapes = [SHAPES[name] for name in ("llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-2-70b")]
+    shapes.insert(3, shape_from_config(CODE_LLAMA_34B))
+    cards = {name: [smallest_card_gb(shape, name) for shape in shapes] for name in ("bf16", "int8", "int4", "int4-g128")}
+    assert cards == {
+        "bf16": [24, 24, 32, None, None],
+        "int8": [12, 12, 24, 48, None],
+        "int4": [8, 8, 12, 24, 48],
+        "int4-g128": [8, 8, 12, 24, 48],
+    }
+    assert [round(shape.weight_bytes("int4-g128", 16) / 1e9, 1) for shape in shapes] == [4.0, 5.8, 7.4, 18.7, 37.4]
+
+
+def test_kv_in_8_bits_gains_three_times_the_tokens_that_weights_in_8_bits_gain() -> None:
+    """13B on 80 GB: 8-bit weights free 12.8 GB, 8-bit keys and values halve what each token takes."""
+    options = (("bf16", "bf16"), ("int8", "bf16"), ("int4", "bf16"), ("bf16", "fp8"), ("bf16", "int8"), ("int8", "int8"))
+    plans = [plan(SHAPES["llama-2-13b"], A100, context_tokens=2048, weights=weights, kv=kv) for weights, kv in options]
+    tokens = [planner.kv_tokens_that_fit(made.cost) for made in plans]
+    assert tokens == [52_452, 68_135, 74_916, 104_905, 103_291, 134_174]
+    assert [round(100 * (count / tokens[0] - 1)) for count in tokens] == [0, 30, 43, 100, 97, 156]
+    rates = [round(made.full.output_tokens_per_s) for made in plans if made.full]  # a full batch of 2,048 tokens each
+    assert rates == [407, 479, 502, 612, 607, 669]
+    alone_ms = [round(1e3 * made.alone.decode_s, 1) for made in plans]  # one request by itself: there weights are what counts
+    assert alone_ms == [17.7, 9.6, 6.1, 17.2, 17.2, 9.1]
 
 
 # --- targets --------------------------------------------------------------------------------------

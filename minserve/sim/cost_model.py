@@ -219,7 +219,7 @@ class CostModel:
             kv_written_bytes=kv_written_bytes,
             activation_bytes=activation_bytes,
             link_bytes=link_bytes,
-            linear_s=products.seconds,
+            linear_s=max(products.by_bytes_s, products.by_flops_s),
             attention_s=self._attention_s(kv_read_bytes + kv_written_bytes, attention_flops, shared_flops),
             activation_s=self._activation_s(activation_bytes),
             link_s=link_s,

@@ -27,12 +27,14 @@ COPY_BYTES = 2  # a number of the compute type
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What the products with some weights cost: bytes that are moved for them, and seconds by bytes and by arithmetic."""
+    """What the products with some weights cost: bytes that are moved for them, and the seconds of these and of the arithmetic.
+
+    The longer of the two is what they take.
+    """
 
     num_bytes: float
     by_bytes_s: float
     by_flops_s: float
-    seconds: float
 
     def __add__(self, other: "Products") -> "Products":
         return Products(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
@@ -122,7 +124,7 @@ class StoredWeights:
         device = self.device
         assert device.max_code_rows is not None
         if not part.num_rows:
-            return Products(0.0, 0.0, 0.0, 0.0)
+            return Products(0.0, 0.0, 0.0)
         if not part.is_quantized:
             return self._streamed(part.num_bytes, part.flops, part.num_rows)
         if part.num_rows > device.max_code_rows:
@@ -131,11 +133,11 @@ class StoredWeights:
             return self._streamed(moved, part.flops, part.num_rows)
         by_bytes_s = part.num_bytes / (device.bytes_per_s * (device.code_read_share or device.weight_read_share))
         by_rows_s = part.row_bytes * part.num_rows / device.code_row_bytes_per_s if device.code_row_bytes_per_s else 0.0
-        return Products(part.num_bytes, by_bytes_s, by_rows_s, max(by_bytes_s, by_rows_s))
+        return Products(part.num_bytes, by_bytes_s, by_rows_s)
 
     def _streamed(self, num_bytes: float, flops: float, num_rows: int) -> Products:
         """Weights stream in while the compute type's units multiply."""
         device = self.device
         by_bytes_s = num_bytes / (device.bytes_per_s * device.weight_read_share)
         by_flops_s = flops / (device.flops_per_s * device.matmul_share(max(1, num_rows)))
-        return Products(num_bytes, by_bytes_s, by_flops_s, max(by_bytes_s, by_flops_s))
+        return Products(num_bytes, by_bytes_s, by_flops_s)

@@ -130,7 +130,8 @@ def test_experts_on_a_cpu() -> None:
     stored = StoredWeights(MIXTRAL, CPU, "int4", 8, 1)
     active_bytes = MIXTRAL.layer_bytes("int4") - 32 * 6 * MIXTRAL.expert_bytes("int4")
     head_s = MIXTRAL.head_bytes("int4") / 14e9
-    assert stored.products(1, 1).seconds == pytest.approx(active_bytes / 14e9 + head_s)
+    assert stored.products(1, 1).by_bytes_s == pytest.approx(active_bytes / 14e9 + head_s)
+    assert stored.products(3, 1).by_flops_s == pytest.approx((3 * active_bytes + MIXTRAL.head_bytes("int4")) / 34e9)
     everybody = stored.products(512, 1)
     assert everybody.num_bytes == pytest.approx(2 * (MIXTRAL.num_parameters - 2 * 32_000 * 4096) + MIXTRAL.head_bytes("int4"))
 

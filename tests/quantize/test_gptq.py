@@ -130,6 +130,7 @@ def test_nothing_given_is_changed() -> None:
     weight, matrix = normal(8, 32), gram_of(correlated(100, 32)).matrix.double()
     before = weight.clone(), matrix.clone()
     gptq(weight, matrix, WeightFormat(4), order=False)
+    inverse_factor(matrix, 0.01)
     assert torch.equal(weight, before[0]) and torch.equal(matrix, before[1])
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from minserve.model.decoder import Decoder
 from minserve.model.quantized_weight import QuantizedWeight, storable
 from minserve.model.weights import RandomWeights
 from minserve.quantize.rtn import RoundedWeights, grid, group_ranges, output_error, round_to_nearest
 from minserve.sim.weight_formats import WeightFormat, parse_weights
+from tests.model.tiny_net import full_logits, tiny_config, tokens_for
 from tests.quantize.made_up import normal
 from tests.quantize.slow_rounding import slow_codes, slow_error, slow_values
 
@@ -232,6 +234,24 @@ def test_the_tied_head_of_random_weights_is_their_embedding() -> None:
     embedding = rounded.take(EMBEDDING, (30, 96))  # RandomWeights never gives the same tensor twice
     head = rounded.quantized(HEAD, (30, 96))
     assert head is not None and torch.equal(head.codes, round_to_nearest(embedding, WeightFormat(8)).codes)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_decoder_multiplies_by_the_rounded_weights(tied: bool) -> None:
+    """The same logits as from a decoder that takes the values of the codes as its weights."""
+    config, fmt = tiny_config(tied_embeddings=tied), parse_weights("int4-g32")
+
+    class Values(RandomWeights):
+        def take(self, name: str, shape: Sequence[int]) -> Tensor:
+            weight = super().take(name, shape)
+            known = WeightFormat(8) if name == HEAD else fmt if name.endswith("_proj.weight") else None
+            return round_to_nearest(weight, known).dequantize() if known else weight
+
+    rounded = Decoder(config, RoundedWeights(RandomWeights(0, 0.2), fmt, 16 if tied else 8, tied))
+    values, exact = Decoder(config, Values(0, 0.2)), Decoder(config, RandomWeights(0, 0.2))
+    got, want, floats = (full_logits(decoder, tokens_for(0, 40)) for decoder in (rounded, values, exact))
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+    assert (got - floats).abs().max() > 0.1
 
 
 def test_a_head_of_many_rows_is_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,7 @@ class CostModel:
     def of(self, work: Work) -> Cost:
         """FLOPs, bytes and seconds of a step. A step without tokens costs its overhead only."""
         shape = self.shape
-        products = self.stored.products(work.num_tokens, work.num_samples)
+        products = self.stored.products(work.num_tokens, work.num_samples)  # at the shares of real kernels
         attention_flops, shared_flops = self._attention_flops(work)
         reads = self._num_full_layers * work.num_context_tokens
         reads += shape.num_window_layers * work.num_window_tokens

@@ -12,6 +12,7 @@ from minserve.quality_command import add_quality
 
 ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("dtype", str, "compute type: auto (timed at start), fp32, bf16, fp16"),
+    ("weights", str, "auto (as the checkpoint has them), int8, int4, gptq-int4, awq-int4, int4-g128-sym ..."),
     ("device", str, "auto, cpu, cuda"),
     ("num_threads", int, "CPU threads of torch"),
     ("attention_backend", str, "auto (Triton's kernels on a CUDA or HIP device, torch elsewhere), torch, triton"),

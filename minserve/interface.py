@@ -23,6 +23,8 @@ class EngineConfig:
     """Everything about an engine that can be chosen. Sizes in bytes, tokens or blocks, as the names say."""
 
     dtype: str = "auto"  # compute type: auto (timed at start), fp32, bf16, fp16
+    weights: str = "auto"  # auto: as the checkpoint has them; or int8, int4, gptq-int4, awq-int4-g128 ...: quantized when it is opened
+    weight_copy: bool | str = "auto"  # beside codes, numbers for many rows; auto: on a CPU, if they take a tenth of the free memory
     device: str = "auto"
     num_threads: int | None = None  # of torch on the CPU; None leaves torch's own choice
     attention_backend: str = "auto"  # auto: triton on a CUDA or HIP device, torch elsewhere

@@ -16,6 +16,8 @@ from typing import Any
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+QUANTIZED_BITS = {"gptq": (4, 8), "awq": (4,)}
+CODE_ORDERS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}  # the first is what a file that says nothing means
 
 
 class UnsupportedModel(ValueError):
@@ -38,6 +40,24 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationConfig:
+    """In which layout a checkpoint holds its codes. No part of a ModelConfig: the same model may come in floats."""
+
+    method: str  # "gptq" or "awq"
+    bits: int
+    group_size: int | None  # None: all inputs of an output
+    symmetric: bool = False
+    zeros_less_one: bool = False  # the first layout of GPTQ stores each zero minus one
+    name: str | None = None  # the format that `minserve quantize` was asked for
+    head_bits: int = 16  # 8: the output layer, in floats in the file, is rounded to codes when it is read
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> "QuantizationConfig | None":
+        """Read `config.json` of a Hugging Face model directory; None where the weights are in floats."""
+        return quantization_config(json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +150,52 @@ def _architecture(values: Mapping[str, Any]) -> str:
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     if (activation := values.get("hidden_act", "silu")) != "silu":
         raise UnsupportedModel(f"hidden_act {activation!r} is not supported, only 'silu'")
-    if quantization := values.get("quantization_config"):
-        method = quantization.get("quant_method", "unnamed")
-        raise UnsupportedModel(f"the weights are quantized ({method}); only float weights can be loaded")
+    quantization_config(values)
+
+
+def quantization_config(values: Mapping[str, Any]) -> QuantizationConfig | None:
+    """How the weights are quantized, from the values of a config.json; None: they are in floats.
+
+    Raises UnsupportedModel for a method, a number of bits or an order of codes that `quantized_checkpoint.py` does not read.
+    """
+    given: Mapping[str, Any] | None = values.get("quantization_config")
+    if not given:
+        return None
+    method = given.get("quant_method", "unnamed")
+    if method not in QUANTIZED_BITS:
+        raise UnsupportedModel(f"the weights are quantized ({method}); only {', '.join(QUANTIZED_BITS)} or floats can be loaded")
+    if (bits := given.get("bits", 0)) not in QUANTIZED_BITS[method]:
+        raise UnsupportedModel(
+            f"{method} weights of {bits} bits are not supported, only of {' or '.join(map(str, QUANTIZED_BITS[method]))}"
+        )
+    key = "checkpoint_format" if method == "gptq" else "version"
+    order = str(given.get(key) or CODE_ORDERS[method][0]).lower()
+    if order not in CODE_ORDERS[method]:
+        raise UnsupportedModel(
+            f"{method} weights with {key} {order!r} are not supported, only {' or '.join(map(repr, CODE_ORDERS[method]))}"
+        )
+    if given.get("dynamic"):
+        raise UnsupportedModel("gptq weights with 'dynamic', settings for some layers, are not supported")
+    ours = given.get("minserve") or {}
+    return QuantizationConfig(
+        method,
+        int(bits),
+        _group_size(given),
+        symmetric=bool(given.get("sym", False)),
+        zeros_less_one=order == "gptq",
+        name=ours.get("format"),
+        head_bits=int(ours.get("head_bits", 16)),
+    )
+
+
+def _group_size(given: Mapping[str, Any]) -> int | None:
+    """Inputs that share a scale. Files say -1 where all of an output do."""
+    size = int(given.get("group_size", 128))
+    if size == -1:
+        return None
+    if size < 1:
+        raise UnsupportedModel(f"quantization_config: group_size must be -1 or at least 1, got {size}")
+    return size
 
 
 def rope_config(values: Mapping[str, Any]) -> RopeConfig:

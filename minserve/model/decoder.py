@@ -24,6 +24,7 @@ from minserve.model.config import ModelConfig
 from minserve.model.kv_cache import KVCache
 from minserve.model.linear import AnyLinear, Linear
 from minserve.model.operations import Operations
+from minserve.model.quantized_checkpoint import open_checkpoint
 from minserve.model.quantized_linear import QuantizedLinear, Storage, describe_codes, settle_code_rows
 from minserve.model.quantized_weight import QuantizedWeight, stack
 from minserve.model.rope import Rotation, attention_factor, inverse_frequencies, rotation
@@ -83,11 +84,21 @@ class Decoder:
         self._rope_factor = attention_factor(config.rope)
 
     @classmethod
-    def from_directory(cls, path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> "Decoder":
-        """Load a Hugging Face model directory. Raises UnsupportedModel or BrokenCheckpoint with what is wrong."""
-        config, checkpoint = ModelConfig.from_directory(path), Checkpoint(path)
-        decoder = cls(config, checkpoint, dtype, device)
-        if left := checkpoint.unused():
+    def from_directory(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        weights: Weights | None = None,
+        storage: Storage | None = None,
+    ) -> "Decoder":
+        """Load a Hugging Face model directory; `weights` in place of its own, if given.
+
+        Raises UnsupportedModel or BrokenCheckpoint with what is wrong.
+        """
+        config, weights = ModelConfig.from_directory(path), weights or open_checkpoint(path)
+        decoder = cls(config, weights, dtype, device, storage)
+        if isinstance(weights, Checkpoint) and (left := weights.unused()):
             warnings.warn(f"{path}: {len(left)} tensors are not part of a {config.architecture}: {', '.join(left[:3])}", stacklevel=2)
         return decoder
 

@@ -23,6 +23,7 @@ from minserve_kernels.kv import PLAIN
 
 DTYPES = PLAIN  # compute types go by the names of KV formats that are stored as they are
 TRIAL_SHAPES = ((16, 1024, 1024), (256, 512, 512))  # rows, in, out: a decode step and a piece of a prompt
+WEIGHT_COPY_SHARE = 0.1
 ASSUMED_FREE_BYTES = 2 << 30  # where the system does not say
 
 
@@ -121,6 +122,20 @@ def pool_bytes_left(free_at_start_bytes: int, share: float, own_peak_bytes: int)
     12.5
     """
     return max(0, int(free_at_start_bytes * share) - own_peak_bytes)
+
+
+def wants_weight_copy(setting: bool | str, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """What the setting weight_copy means here: whether numbers are kept beside weights in codes.
+
+    auto: on a CPU, if they take at most a tenth of the memory that is free now. Raises ValueError where no copy is ever used.
+    """
+    if setting not in (True, False, "auto"):
+        raise ValueError(f"weight_copy must be True, False or 'auto', got {setting!r}")
+    if setting is True and device.type != "cpu":
+        raise ValueError(f"weight_copy=True is for CPUs, this is {device}: there codes serve any number of rows")
+    if setting != "auto" or device.type != "cpu":
+        return setting is True
+    return config.num_parameters * dtype.itemsize <= WEIGHT_COPY_SHARE * free_bytes(device)
 
 
 # --- the plan -------------------------------------------------------------------------------------

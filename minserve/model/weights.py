@@ -87,15 +87,24 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """One tensor as stored, mapped from its file. Raises BrokenCheckpoint if it is missing or has another shape."""
+    def get(self, name: str) -> Tensor:
+        """One tensor as stored, mapped from its file. Raises BrokenCheckpoint if it is missing."""
         if name not in self._file_of:
             raise BrokenCheckpoint(f"tensor {name} is missing from {self.directory}")
-        tensor = self._files[self._file_of[name]].get_tensor(name)
+        return self._files[self._file_of[name]].get_tensor(name)
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """`get`, if it has that shape. Raises BrokenCheckpoint if it is missing or has another."""
+        tensor = self.get(name)
         if tuple(tensor.shape) != tuple(shape):
             raise BrokenCheckpoint(f"tensor {name} has shape {tuple(tensor.shape)}, the config says {tuple(shape)}")
         self._taken.add(name)
         return tensor
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors in the files."""
+        return sorted(self._file_of)
 
     def unused(self) -> list[str]:
         """Tensors that nobody took, tables of rotary angles aside (old files store them; they are computed here)."""

@@ -35,8 +35,9 @@ PIECE_OUTPUTS = 64  # a piece is a multiple of so many outputs
 ANY_ROWS = 1 << 30
 ASSUMED_CODE_ROWS = 4  # until it is measured
 TRIAL_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-TRIAL_WEIGHTS = 1 << 27  # a trial takes no more: enough that none of them is still in a cache from the last round
+TRIAL_WEIGHTS = 1 << 25  # a trial takes no more: enough that what one way has read is no longer in a cache when its turn comes again
 NUM_TRIALS = 3
+CLEAR_RATIO = 1.5  # one trial is enough where the other way takes so much longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class Scratch:
 class Pieces(Protocol):
     """A weight in codes that becomes numbers, piece by piece."""
 
-    def values(self, first: int, last: int) -> Tensor:
-        """The weights of outputs from `first` to before `last`: [outputs, I] float32"""
+    def write_values(self, out: Tensor, first: int = 0) -> None:
+        """The weights of outputs from `first` on, as many as fit. out: [outputs, I]"""
         ...
 
     @property
@@ -108,8 +109,9 @@ class QuantizedLinear:
         self._pieces = self._product or PlainCodes(weight, device)
         self.max_code_rows = 0 if self._product is None else ASSUMED_CODE_ROWS if storage.max_code_rows is None else storage.max_code_rows
         if storage.copy and device.type == "cpu":
-            self._copy = Linear(self._pieces.values(0, self.out_features).to(dtype), bias)
-            self._pieces = None
+            numbers = torch.empty(weight.shape, dtype=dtype)
+            self._pieces.write_values(numbers)
+            self._copy, self._pieces = Linear(numbers, bias), None
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """x: [T, I], add: [T, O] or None -> x weight^T + bias + add, [T, O]"""
@@ -126,7 +128,8 @@ class QuantizedLinear:
         step = max(1, PIECE_WEIGHTS // self.in_features // PIECE_OUTPUTS) * PIECE_OUTPUTS
         for first in range(0, self.out_features, step):
             last = min(first + step, self.out_features)
-            numbers = self._scratch.get(last - first, self.in_features, x).copy_(self._pieces.values(first, last))
+            numbers = self._scratch.get(last - first, self.in_features, x)
+            self._pieces.write_values(numbers, first)
             y[:, first:last] = F.linear(x, numbers)
         return y
 
@@ -134,6 +137,11 @@ class QuantizedLinear:
     def is_packed(self) -> bool:
         """Whether products are computed from codes as they lie, at least with few rows."""
         return self._product is not None
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether there are numbers in the compute type, beside the codes or in place of them."""
+        return self._copy is not None
 
     @property
     def has_two_ways(self) -> bool:
@@ -182,6 +190,8 @@ def _codes_win(linears: Sequence[QuantizedLinear], num_rows: int) -> bool:
                 linear.max_code_rows = max_code_rows
                 linear(inputs[linear.in_features])
             best_s[way] = min(best_s[way], time.perf_counter() - start_s)
+        if max(best_s) > CLEAR_RATIO * min(best_s):
+            break
     return best_s[1] < best_s[0]
 
 
@@ -216,12 +226,13 @@ class PlainCodes:
         self._bytes, self._group_of = codes, weight.group_of.to(device)
         self._scales, self._zeros = weight.scales.to(device, torch.float16), weight.zeros.to(device, torch.int16)
 
-    def values(self, first: int, last: int) -> Tensor:
+    def write_values(self, out: Tensor, first: int = 0) -> None:
+        last = first + len(out)
         codes = self._bytes[first:last]
         if self._bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, : self._num_inputs]
-        scales, zeros = (numbers[first:last].float()[:, self._group_of] for numbers in (self._scales, self._zeros))
-        return (codes - zeros) * scales
+        scales, zeros = (numbers[first:last].to(out.dtype)[:, self._group_of] for numbers in (self._scales, self._zeros))
+        out.copy_(codes).sub_(zeros).mul_(scales)
 
     @property
     def num_bytes(self) -> int:

@@ -69,18 +69,25 @@ def documents(tokenizer: TextTokenizer, num_documents: int, num_tokens: int, tex
     No piece crosses from one source into the next. Raises ValueError if the text is too short.
     """
     text = own_prose() if text is None else text
-    pieces = [piece for section in _sections(text) for piece in _cut(tokenizer.encode(section), num_tokens)]
+    pieces = [piece for _, section in sections(text) for piece in cut(tokenizer.encode(section), num_tokens)]
     if len(pieces) < num_documents:
         raise ValueError(f"the text gives {len(pieces)} documents of {num_tokens} tokens, {num_documents} were asked for")
     return [pieces[i * len(pieces) // num_documents] for i in range(num_documents)]
 
 
-def _sections(text: str) -> list[str]:
-    parts = re.split(rf"^{re.escape(SECTION)}.*$", text, flags=re.MULTILINE)
-    return [part.strip() for part in parts if part.strip()]
+def sections(text: str) -> list[tuple[str, str]]:
+    """The sources of a text, by name, and what each says.
+
+    >>> sections("=== a.md\\n\\nOne.\\n\\n=== b.md\\n\\nTwo.\\n")
+    [('a.md', 'One.'), ('b.md', 'Two.')]
+    """
+    before, *named = re.split(rf"^{re.escape(SECTION)}(.*)$", text, flags=re.MULTILINE)
+    found = [("", before), *zip(named[::2], named[1::2], strict=True)]
+    return [(name, part.strip()) for name, part in found if part.strip()]
 
 
-def _cut(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
+def cut(token_ids: Sequence[int], num_tokens: int) -> list[list[int]]:
+    """Pieces of equal length, one behind the other; what is left at the end is in none."""
     return [list(token_ids[i : i + num_tokens]) for i in range(0, len(token_ids) - num_tokens + 1, num_tokens)]
 
 

@@ -1,8 +1,8 @@
 """`minserve calibrate`: this machine as a device of the simulator, and how well the simulator then predicts it.
 
 Why: a simulator is worth as much as its device. How fast memory is read and how fast the products of the model's shapes run at 1 to 512
-rows is measured alone. Then the real engine serves a workload of its own (a burst, a trickle, a shared beginning), each of its steps is
-written down as work and seconds, and what the products leave of a step is shared out by `sim/fit.py`.
+rows is measured alone (`peaks.py`). Then the real engine serves a workload of its own (a burst, a trickle, a shared beginning), each of its
+steps is written down as work and seconds, and what the products leave of a step is shared out by `sim/fit.py`.
 
 Invariant: nothing of what the simulator is checked against (`check`) is used to fit it. Machines drift by a tenth within minutes, so the
 runs to fit and the runs to check take turns, and medians are compared.
@@ -13,15 +13,13 @@ Taught in notebook 01.
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 
 from minserve.bench import load_workload
 from minserve.core.batch import ScheduledBatch, StepResult
@@ -29,9 +27,7 @@ from minserve.core.engine import Arrival, Engine, Runner
 from minserve.core.metrics import Summary
 from minserve.core.request import InvalidRequest
 from minserve.llm import LLM
-from minserve.model.decoder import Decoder
-from minserve.model.runner import ModelRunner
-from minserve.model.sizing import DTYPES, free_bytes
+from minserve.peaks import measure_peaks, weight_format
 from minserve.sim.cost_model import CostModel, Work
 from minserve.sim.devices import DeviceSpec
 from minserve.sim.fit import Fit, fit_device
@@ -39,74 +35,13 @@ from minserve.sim.shapes import load_shape
 from minserve.sim.simulator import make_engine
 from minserve.sim.workload import Arrivals, Lengths, all_at_once, exact, make_workload, poisson
 
-ROWS = (1, 2, 16, 32, 64, 128, 256, 512)  # of the timed products
-FEW_ROWS = 16  # with less, a product takes as long as its weights need to be read
 POISSON_RATE_PER_S = 1.5  # of the open version of `mixed`: about half of what two Zen 4 cores can serve
-
-# --- what can be measured alone -------------------------------------------------------------------
-
-
-def best_s(function: Callable[[], object], seconds: float = 0.3, least: int = 3) -> float:
-    """The shortest of repeated runs: a neighbour can only make it longer."""
-    function()
-    times_s: list[float] = []
-    end_s = time.perf_counter() + seconds
-    while len(times_s) < least or time.perf_counter() < end_s:
-        start_s = time.perf_counter()
-        function()
-        times_s.append(time.perf_counter() - start_s)
-    return min(times_s)
-
-
-def measure_read_bytes_per_s(num_bytes: int = 256 << 20) -> float:
-    """Memory bandwidth of reading, by a sum over an array that fits into no cache."""
-    x = torch.ones(num_bytes // 4)
-    return num_bytes / best_s(x.sum, seconds=1.0)
-
-
-def measure_flops_per_s(dtype: torch.dtype, size: int = 2048) -> float:
-    """FLOPs a second of one large square product."""
-    a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    return 2 * size**3 / best_s(lambda: a @ b, seconds=1.0)
-
-
-@torch.inference_mode()
-def measure_layers_s(decoder: Decoder, num_rows: int) -> float:
-    """Seconds of all products of all layers with so many rows: every weight is used once, as in a step."""
-    linears = [linear for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    inputs = {linear.in_features: torch.ones(num_rows, linear.in_features, dtype=decoder.dtype) for linear in linears}
-    return best_s(lambda: [linear(inputs[linear.in_features]) for linear in linears])
-
-
-def decoder_of(llm: LLM) -> Decoder:
-    return cast(ModelRunner, llm.engine.runner).decoder
 
 
 def cost_model(llm: LLM, device: DeviceSpec) -> CostModel:
     """The cost model of what `llm` serves, in its formats, on a device."""
-    weights = next(name for name, dtype in DTYPES.items() if dtype == llm.dtype)
-    return CostModel(load_shape(llm.model_path), device, weights=weights, kv=llm.pool.kv_cache_dtype)
-
-
-def measure_peaks(llm: LLM, name: str) -> DeviceSpec:
-    """Bandwidth and matmul rates; the rest of the device is still unknown."""
-    decoder, shape = decoder_of(llm), load_shape(llm.model_path)
-    bytes_per_s, flops_per_s = measure_read_bytes_per_s(), measure_flops_per_s(decoder.dtype)
-    layers_s = {rows: measure_layers_s(decoder, rows) for rows in ROWS}
-    rates = {rows: 2 * rows * shape.num_layer_parameters / layers_s[rows] for rows in ROWS}
-    flops_per_s = max(flops_per_s, *rates.values())
-    read_share = shape.num_layer_parameters * decoder.dtype.itemsize / min(layers_s[1], layers_s[2]) / bytes_per_s
-    return DeviceSpec(
-        name=name,
-        memory_bytes=float(free_bytes(decoder.device)),
-        bytes_per_s=bytes_per_s,
-        flops_per_s=flops_per_s,
-        weight_read_share=min(1.0, read_share),
-        matmul_shares=tuple((rows, rates[rows] / flops_per_s) for rows in ROWS if rows >= FEW_ROWS),
-        packs_weights=decoder.head.is_packed,
-        shares_prefix_reads=True,
-        source=f"minserve calibrate, {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {torch.get_num_threads()} threads",
-    )
+    weights, head_bits = weight_format(llm)
+    return CostModel(load_shape(llm.model_path), device, weights=weights, kv=llm.pool.kv_cache_dtype, head_bits=head_bits)
 
 
 # --- steps of the real engine ---------------------------------------------------------------------
@@ -276,5 +211,15 @@ def describe(fit: Fit) -> str:
         f"{1e6 * d.request_overhead_s:.0f} us a request; of the bandwidth, weights reach "
         f"{d.weight_read_share:.0%}, keys and values {d.kv_read_share:.0%}, small operations {small}; of the matmul rate, "
         f"{', '.join(f'{share:.0%} at {rows:.0f} rows' for rows, share in d.matmul_shares)}, attention {d.attention_share:.0%}\n"
+        f"{_describe_codes(d)}"
         f"over {fit.num_steps} steps: median error {fit.median_error:.1%}, sum {fit.total_ratio - 1:+.1%}"
     )
+
+
+def _describe_codes(device: DeviceSpec) -> str:
+    if device.max_code_rows is None:
+        return ""
+    many = "a copy of the weights" if device.keeps_weight_copy else "weights made of the codes in every step"
+    rate, share = device.code_row_bytes_per_s, device.code_read_share
+    speed = f" at {share:.0%} of the bandwidth, {rate / 1e9:.0f} GB/s over all rows" if rate and share else ""
+    return f"weights in codes: up to {device.max_code_rows} rows{speed}, beyond by {many}\n"

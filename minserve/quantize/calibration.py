@@ -35,7 +35,7 @@ from minserve.model.sizing import choose_dtype
 from minserve.model.tokenizer import TextTokenizer
 from minserve.model.weights import Weights, quantized
 from minserve.quantize.awq import search_clip, search_scale
-from minserve.quantize.gptq import gptq
+from minserve.quantize.gptq import Gram, gptq
 from minserve.quantize.quantized_model import MatrixReport, QuantizedModel, Report
 from minserve.quantize.recipe import Recipe
 from minserve.quantize.rtn import output_error, round_to_nearest
@@ -157,18 +157,23 @@ class LayerByLayer:
         layer = load_layer(self.config, overlay, index, self.dtype)
         original = dict(overlay.tensors)
         grams, streams = self.walk.watch(layer) if self.walk else ({}, [])
-        matrices = {field: gram.matrix for field, gram in grams.items()}
         products = products_of(self.config, index)
-        if self.recipe.fmt.method == "awq" and self.recipe.scale:
-            for product in (product for product in products if product.maker):
-                magnitude = grams[product.field].magnitude
-                matrices[product.field] = merge_scale(overlay.tensors, product, matrices[product.field], magnitude, self.recipe.fmt)
+        matrices = self.merge_scales(products, overlay.tensors, grams)
         for product in products:
             self._quantize(product, overlay.tensors, original, matrices.get(product.field))
         changed = {name: tensor for name, tensor in overlay.tensors.items() if tensor is not original[name]}
         self.replaced |= {name: tensor for name, tensor in changed.items() if name not in self.quantized}
         if self.walk is not None:
             self.walk.streams = self.walk.through(self._quantized_layer(index, overlay)) if self.recipe.fmt.method == "gptq" else streams
+
+    def merge_scales(self, products: Sequence[Product], tensors: dict[str, Tensor], grams: Mapping[str, Gram]) -> dict[str, Tensor]:
+        """AWQ's scales of a layer, if the recipe has them. -> the Gram matrices of its inputs, by the fields of `Layer`"""
+        matrices = {field: gram.matrix for field, gram in grams.items()}
+        if self.recipe.fmt.method == "awq" and self.recipe.scale:
+            for product in (product for product in products if product.maker):
+                magnitude = grams[product.field].magnitude
+                matrices[product.field] = merge_scale(tensors, product, matrices[product.field], magnitude, self.recipe.fmt)
+        return matrices
 
     def _quantize(self, product: Product, tensors: dict[str, Tensor], original: Mapping[str, Tensor], gram_matrix: Tensor | None) -> None:
         parts = [tensors[name].float() for name in product.names]
@@ -196,7 +201,7 @@ class LayerByLayer:
     def result(self, elapsed_s: float) -> QuantizedModel:
         num_tokens = self.recipe.num_documents * self.recipe.document_tokens if self.walk else 0
         report = Report(self.recipe.name, tuple(self._lines), num_tokens, elapsed_s, tuple(self._notes()))
-        return QuantizedModel(self.recipe, self.quantized, self.replaced, report)
+        return QuantizedModel(self.recipe, self.quantized, self.replaced, report, self.config.tied_embeddings)
 
     def _notes(self) -> list[str]:
         c, fmt, notes = self.config, self.recipe.fmt, []

@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from minserve.model.quantized_weight import QuantizedWeight
-from minserve.model.weights import Weights
+from minserve.model.weights import Weights, quantized
 from minserve.quantize.recipe import Recipe
 from minserve.quantize.rtn import HEAD, RoundedWeights
+from minserve.sim.weight_formats import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +87,46 @@ class QuantizedModel:
     quantized: Mapping[str, QuantizedWeight]
     replaced: Mapping[str, Tensor]
     report: Report
+    tied_embeddings: bool
 
-    def weights(self, inner: Weights) -> "QuantizedWeights":
+    def weights(self, inner: Weights) -> Weights:
         """What a decoder loads. inner: the weights that this was made of"""
-        return QuantizedWeights(inner, self)
+        return RoundedHead(_Quantized(inner, self), self.recipe.head_bits, self.tied_embeddings)
 
 
-class QuantizedWeights:
-    """A model's weights, its matrices in codes and its head rounded to int8."""
+class _Quantized:
+    """The weights that a model was made of, and in place of some what it has."""
 
     def __init__(self, inner: Weights, model: QuantizedModel):
         self.inner, self.model = inner, model
-        self._head = RoundedWeights(inner, model.recipe.fmt, model.recipe.head_bits)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.inner
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        if (held := self.quantized(name, shape)) is not None:
+            return held.dequantize()
+        replaced = self.model.replaced.get(name)
+        return self.inner.take(name, shape) if replaced is None else replaced
+
+    def quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
+        return self.model.quantized.get(name)
+
+
+class RoundedHead:
+    """Weights whose output head is rounded to int8 when it is asked for, unless it is in codes already or head_bits is 16."""
+
+    def __init__(self, inner: Weights, head_bits: int, tied: bool):
+        self.inner = inner
+        self._rounded = RoundedWeights(inner, WeightFormat(8), head_bits, tied)
 
     def __contains__(self, name: str) -> bool:
         return name in self.inner
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
         """A tensor in floats: where it is in codes, what they mean."""
-        if (held := self.model.quantized.get(name)) is not None:
-            return held.dequantize()
-        replaced = self.model.replaced.get(name)
-        return self._head.take(name, shape) if replaced is None else replaced
+        return self._rounded.take(name, shape)
 
     def quantized(self, name: str, shape: Sequence[int]) -> QuantizedWeight | None:
-        return self._head.quantized(name, shape) if name == HEAD else self.model.quantized.get(name)
+        held = quantized(self.inner, name, shape)
+        return self._rounded.quantized(name, shape) if held is None and name == HEAD else held

@@ -78,13 +78,13 @@ class Walk:
         num_blocks = max(sum(len(row.block_table) for row in batch.rows) for batch in batches)
         name = next(name for name, known in DTYPES.items() if known == dtype)
         self._cache = KVCache(replace(config, num_layers=1, windows=config.windows[:1]), num_blocks, BLOCK_SIZE, name)
-        self._layouts = [self._operations.lay_out(batch, self._cache, config, dtype) for batch in batches]
-        self.streams = [F.embedding(layout.token_ids, self._shell.embedding) for layout in self._layouts]
+        self.layouts = [self._operations.lay_out(batch, self._cache, config, dtype) for batch in batches]
+        self.streams = [F.embedding(layout.token_ids, self._shell.embedding) for layout in self.layouts]
 
     @torch.inference_mode()
     def through(self, layer: Layer) -> list[Tensor]:
         """The streams behind a layer. Those of the walk stay where they are."""
-        return [self._behind(layer, x.clone(), layout) for x, layout in zip(self.streams, self._layouts, strict=True)]
+        return [self._behind(layer, x.clone(), layout) for x, layout in zip(self.streams, self.layouts, strict=True)]
 
     def watch(self, layer: Layer) -> tuple[dict[str, Gram], list[Tensor]]:
         """The streams behind a layer, and by the names in PRODUCTS what the inputs of its products look like."""

@@ -1,4 +1,4 @@
-"""What a format of the KV cache costs in quality, measured against the model without it.
+"""What a format costs in quality, of the weights, of the KV cache, or of both, measured against the model without it.
 
 Four instruments, from the finest to the one that a user sees:
 
@@ -9,44 +9,39 @@ Four instruments, from the finest to the one that a user sees:
 
 Every number comes with a 95 % interval from resampling documents or prompts, paired with the reference where they are compared.
 
-Documents are fed through the engine's own paged path, a chunk at a time. A layer writes the step's keys and values before it reads
-any, and its attention reads them from the cache: so every score, even those inside one chunk, is made with keys and values as the
-format has stored them, and the chunk size changes nothing but rounding. The reference walks through the same chunks at the same time:
-only two rows of logits a token are held, never those of a whole text.
+`reading.py` feeds the documents, through the engine's own paged path, and compares distributions; `writing.py` has the engine write
+texts and answers. Weights are opened one subject at a time: a table of twenty formats takes the memory of two models.
 
 Invariant: measured against itself, a format has a KL of 0, a ratio of 1 and an agreement of 1, exactly.
 
-Taught in notebook 08.
+Taught in notebooks 08 and 09.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minserve.core.batch import ScheduledBatch, ScheduledRequest
-from minserve.core.block_manager import BlockManager
-from minserve.core.clock import WallClock
-from minserve.core.engine import Engine, ModelLimits
-from minserve.core.request import Request, SamplingParams
-from minserve.core.scheduler import Scheduler, SchedulerConfig
+from minserve.model.decoder import Decoder
+from minserve.model.quantized_linear import Storage
 from minserve.model.runner import ModelRunner
 from minserve.model.sizing import DTYPES
 from minserve.quantize.intervals import Interval, bootstrap, exp_of_ratio, ratio_of_sums
 from minserve.quantize.prose import documents
+from minserve.quantize.reading import COUNT, DOCUMENTS_AT_ONCE, KL, NLL, REFERENCE_NLL, SAME_BEST, Expected, compare_distributions
 from minserve.quantize.subjects import BLOCK_SIZE, OpenModel, Scheme, labels, make_runner
 from minserve.quantize.tasks import Task, make_tasks
+from minserve.quantize.weight_subjects import WeightScheme, label, open_subject
+from minserve.quantize.writing import GREEDY_TOKENS, greedy_texts, marks_of, num_agreeing
 
-CHUNK_TOKENS = 64  # of a document in one step
-DOCUMENTS_AT_ONCE = 8
-PROMPT_TOKENS = 32  # of a document that a greedy text begins with
-GREEDY_TOKENS = 64
 LEAST_BLOCKS = 512
+CODE_ROWS = 4  # products of so many rows are made by codes; more, as all of reading and most of writing, by their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +52,31 @@ class Sample:
     tasks: Sequence[Task]
 
     @classmethod
-    def draw(cls, model: OpenModel, num_documents: int = 16, document_tokens: int = 256, num_tasks: int = 12, seed: int = 0) -> "Sample":
-        """Of the project's own prose, and `num_tasks` questions of each kind."""
-        return cls(documents(model.tokenizer, num_documents, document_tokens), make_tasks(num_tasks, seed))
+    def draw(
+        cls,
+        model: OpenModel,
+        num_documents: int = 16,
+        document_tokens: int = 256,
+        num_tasks: int = 12,
+        seed: int = 0,
+        text: str | None = None,
+    ) -> "Sample":
+        """Of a text (None: the project's own prose), and `num_tasks` questions of each kind."""
+        read = documents(model.tokenizer, num_documents, document_tokens, text)
+        return cls(read, make_tasks(num_tasks, seed) if num_tasks else ())
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured. None: as the reference has it."""
+
+    weights: str | WeightScheme | None = None
+    kv_cache_dtype: str | Scheme | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What was measured of one format. `change` is measured less reference, paired."""
+    """What was measured of one subject. `change` is measured less reference, paired. A number that was left out is nan."""
 
     kv_cache_dtype: str
     bytes_per_token: int | None  # None: a scheme that nobody has counted
@@ -80,111 +92,105 @@ class Quality:
     task_score: Interval
     task_change: Interval
     scores: Mapping[str, float]  # of each kind of task
+    weights: str
+    method: str | None  # how the weights' codes were chosen: rtn, gptq, awq; None where they are plain or on trial
+    group: str  # inputs that share a scale
+    bytes_per_weight: float | None  # of the layers' matrices
 
 
-def measure(model: str | Path | OpenModel | None, kv_cache_dtype: str | Scheme, **options: Any) -> Quality:
-    """Measure one format; the options are those of `measure_all`."""
-    return measure_all(model, [kv_cache_dtype], **options)[0]
+def measure(model: str | Path | OpenModel | None, subject: str | Scheme | WeightScheme | Subject, **options: Any) -> Quality:
+    """Measure one format; the options are those of `measure_each`."""
+    return measure_all(model, [subject], **options)[0]
 
 
 def measure_all(
+    model: str | Path | OpenModel | None, subjects: Sequence[str | Scheme | WeightScheme | Subject], **options: Any
+) -> list[Quality]:
+    """Measure formats beside one reference. A bare name is a format of the KV cache. The options are those of `measure_each`."""
+    return list(measure_each(model, subjects, **options))
+
+
+def measure_each(
     model: str | Path | OpenModel | None,
-    kv_cache_dtypes: Sequence[str | Scheme],
+    subjects: Sequence[str | Scheme | WeightScheme | Subject],
     *,
     reference: str = "bf16",
     compute: str | None = None,
     sample: Sample | None = None,
     seed: int = 0,
-) -> list[Quality]:
-    """Measure formats beside one reference: the model with cache and computation in `reference` (fp32, bf16 or fp16).
+    fast: bool = False,
+) -> Iterator[Quality]:
+    """Each subject in its turn, as soon as it is measured, beside the model with cache and computation in `reference`.
 
-    compute: the compute type of the measured side; None: the reference's, so that only the cache differs.
+    reference: fp32, bf16 or fp16. compute: the compute type of the measured side; None: the reference's, so that only formats differ.
+    fast: documents alone, no greedy texts and no questions.
     """
     model = model if isinstance(model, OpenModel) else OpenModel.from_name(model)
-    sample = sample or Sample.draw(model, seed=seed)
-    compute = compute or reference
-    for name in (reference, compute):
+    for name in (reference, compute or reference):
         if name not in DTYPES:
             raise ValueError(f"compute type {name!r} is not known; known: {', '.join(DTYPES)}")
-    decoders = {name: model.decoder(DTYPES[name]) for name in {reference, compute}}
-    num_blocks = max(LEAST_BLOCKS, DOCUMENTS_AT_ONCE * -(-max(map(len, sample.documents)) // BLOCK_SIZE))
-    base = make_runner(model, decoders[reference], reference, reference, num_blocks)
-    measured = [make_runner(model, decoders[compute], compute, name, num_blocks) for name in kv_cache_dtypes]
-    read = compare_distributions(base, measured, sample.documents)
-    texts = [_greedy_texts(model, runner, sample.documents) for runner in (base, *measured)]
-    marks = [_marks(model, runner, sample.tasks) for runner in (base, *measured)]
-    qualities = []
-    for i, name in enumerate(kv_cache_dtypes):
-        numbers = {**_read_intervals(read[i], seed), **_text_intervals(texts[0], texts[i + 1], seed)}
-        numbers |= _task_intervals(sample.tasks, marks[0], marks[i + 1], seed)
-        qualities.append(Quality(*labels(model.config, name), compute, reference, len(sample.documents), **numbers))
-    return qualities
+    subjects = [as_subject(subject) for subject in subjects]
+    for subject in subjects:
+        labels(model.config, subject.kv_cache_dtype or reference)  # a mistake is told now, not after half the table
+    comparison = Comparison(model, sample or Sample.draw(model, seed=seed), reference, compute or reference, seed)
+    for weights, group in groupby(subjects, key=lambda subject: subject.weights):
+        yield from comparison.measure(weights, [subject.kv_cache_dtype for subject in group], fast=fast)
 
 
-# --- reading documents ----------------------------------------------------------------------------
-
-NLL, REFERENCE_NLL, KL, SAME_BEST, COUNT = range(5)  # what is summed over the tokens of a document
-
-
-@torch.inference_mode()
-def compare_distributions(
-    base: ModelRunner, measured: Sequence[ModelRunner], texts: Sequence[Sequence[int]], chunk_tokens: int = CHUNK_TOKENS
-) -> Tensor:
-    """Read documents on all runners and compare each one's next-token distributions with those of `base`.
-
-    Returns sums over tokens: [measured, documents, (nll, nll of the reference, kl, same best token, tokens)] float64
-    """
-    sums = torch.zeros(len(measured), len(texts), 5, dtype=torch.float64)
-    for batch in chunks(texts, chunk_tokens):
-        expected = _logits(base, batch)
-        for i, runner in enumerate(measured):
-            for name, logits in _logits(runner, batch).items():
-                start = next(row.start for row in batch.rows if row.request.request_id == name)
-                targets = torch.tensor(texts[int(name)][start + 1 : start + 1 + len(logits)])
-                sums[i, int(name)] += compare(expected[name][: len(targets)], logits[: len(targets)], targets)
-    return sums
+def as_subject(subject: str | Scheme | WeightScheme | Subject) -> Subject:
+    """A bare format is one of the KV cache, a scheme says itself what it is for."""
+    if isinstance(subject, Subject):
+        return subject
+    return Subject(weights=subject) if isinstance(subject, WeightScheme) else Subject(kv_cache_dtype=subject)
 
 
-def chunks(texts: Sequence[Sequence[int]], chunk_tokens: int = CHUNK_TOKENS) -> Iterator[ScheduledBatch]:
-    """Steps that feed all documents, some side by side, each in chunks. The name of a row's request is its document's number."""
-    for first in range(0, len(texts), DOCUMENTS_AT_ONCE):
-        some = texts[first : first + DOCUMENTS_AT_ONCE]
-        requests = [Request(str(first + i), tuple(text), SamplingParams(), len(text) + 1) for i, text in enumerate(some)]
-        longest = max(map(len, some))
-        num_blocks = -(-longest // BLOCK_SIZE)
-        for start in range(0, longest, chunk_tokens):
-            rows = [_row(request, start, chunk_tokens, i * num_blocks) for i, request in enumerate(requests) if start < request.num_tokens]
-            yield ScheduledBatch(step=0, rows=tuple(rows))
+class Comparison:
+    """The reference, what it says and writes, and the place where one decoder at a time is set beside it."""
+
+    def __init__(self, model: OpenModel, sample: Sample, reference: str = "bf16", compute: str | None = None, seed: int = 0):
+        self.model, self.sample, self.reference, self.compute, self.seed = model, sample, reference, compute or reference, seed
+        self.num_blocks = max(LEAST_BLOCKS, DOCUMENTS_AT_ONCE * -(-max(map(len, sample.documents)) // BLOCK_SIZE))
+        self.base = make_runner(model, model.decoder(DTYPES[reference]), reference, reference, self.num_blocks)
+        self.expected = Expected(self.base, sample.documents)
+
+    @cached_property
+    def written(self) -> tuple[list[list[int]], list[bool]]:
+        """The reference's greedy texts, and the marks of its answers."""
+        return greedy_texts(self.model, self.base, self.sample.documents), marks_of(self.model, self.base, self.sample.tasks)
+
+    def decoder(self, weights: str | WeightScheme | None) -> Decoder:
+        """The measured side. None: the model as it is."""
+        if weights is None:
+            return self.base.decoder if self.compute == self.reference else self.model.decoder(DTYPES[self.compute])
+        storage = Storage(max_code_rows=CODE_ROWS)  # fixed, not measured: the same rows take the same way in every run
+        return Decoder(self.model.config, open_subject(self.model, weights), DTYPES[self.compute], storage=storage)
+
+    def measure(
+        self,
+        weights: str | WeightScheme | None,
+        kv_cache_dtypes: Sequence[str | Scheme | None] = (None,),
+        fast: bool = False,
+        decoder: Decoder | None = None,
+    ) -> Iterator[Quality]:
+        """Weights, with caches of several formats that read side by side. decoder: what `decoder(weights)` has given before."""
+        kinds = [kind or self.reference for kind in kv_cache_dtypes]
+        decoder = decoder or self.decoder(weights)
+        runners = [make_runner(self.model, decoder, self.compute, kind, self.num_blocks) for kind in kinds]
+        read = compare_distributions(self.expected, runners, self.sample.documents)
+        for kind, runner, sums in zip(kinds, runners, read, strict=True):
+            numbers = {**_read_intervals(sums, self.seed), **self._written_intervals(runner, fast)}
+            counted = (*labels(self.model.config, kind), self.compute, self.reference, len(self.sample.documents))
+            yield Quality(*counted, **numbers, **asdict(label(self.model, weights, self.compute)))
+
+    def _written_intervals(self, runner: ModelRunner, fast: bool) -> dict[str, Any]:
+        if fast:
+            return {**_text_intervals((), (), self.seed), **_task_intervals((), (), (), self.seed)}
+        texts, marks = self.written
+        of_texts = _text_intervals(texts, greedy_texts(self.model, runner, self.sample.documents), self.seed)
+        return of_texts | _task_intervals(self.sample.tasks, marks, marks_of(self.model, runner, self.sample.tasks), self.seed)
 
 
-def _row(request: Request, start: int, chunk_tokens: int, first_block: int) -> ScheduledRequest:
-    end = min(start + chunk_tokens, request.num_tokens)
-    table = tuple(range(first_block, first_block - (-end // BLOCK_SIZE)))
-    return ScheduledRequest(request, start, end - start, table, samples=end == request.num_tokens)
-
-
-def _logits(runner: ModelRunner, batch: ScheduledBatch) -> dict[str, Tensor]:
-    """Logits of every token of a step, by document: [tokens of the row, V]"""
-    hidden, rows = runner.hidden(batch)
-    pieces = hidden.split([row.num_tokens for row in rows])
-    return {row.request.request_id: runner.decoder.logits(piece) for row, piece in zip(rows, pieces, strict=True)}
-
-
-def compare(expected: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """Sums over tokens of the five quantities. expected, logits: [n, V], targets: [n] -> [5] float64
-
-    Logits that are not finite count as infinitely wrong. A uniform guess between two tokens against a sure one:
-
-    >>> compare(torch.tensor([[40.0, 0.0]]), torch.zeros(1, 2), torch.tensor([0])).float()
-    tensor([0.6931, 0.0000, 0.6931, 1.0000, 1.0000])
-    """
-    p, q = F.log_softmax(expected.float(), -1), F.log_softmax(logits.float(), -1)
-    usable = logits.isfinite().all(-1)
-    nll = -q.gather(1, targets[:, None])[:, 0]
-    kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64)
-    same = (p.argmax(-1) == q.argmax(-1)) & usable
-    parts = (nll.masked_fill(~usable, math.inf), -p.gather(1, targets[:, None])[:, 0], kl.masked_fill(~usable, math.inf), same)
-    return torch.stack([*(part.sum(dtype=torch.float64) for part in parts), torch.tensor(len(targets), dtype=torch.float64)])
+# --- the numbers of a line -------------------------------------------------------------------------
 
 
 def _read_intervals(sums: Tensor, seed: int) -> dict[str, Any]:
@@ -199,52 +205,9 @@ def _read_intervals(sums: Tensor, seed: int) -> dict[str, Any]:
     }
 
 
-# --- writing texts --------------------------------------------------------------------------------
-
-
-def greedy(
-    model: OpenModel, runner: ModelRunner, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], stops: bool
-) -> list[list[int]]:
-    """The engine's greedy answers, all prompts served together. A request that fails (NaN) gives what it has so far."""
-    blocks = BlockManager(runner.cache.num_blocks, BLOCK_SIZE, prefix_caching=True)
-    limits = ModelLimits(model.config.max_positions, model.config.vocab_size, model.tokenizer.eos_ids)
-    engine = Engine(Scheduler(SchedulerConfig(), blocks), runner, WallClock(), limits)
-    params = [SamplingParams(max_tokens=most, ignore_eos=not stops) for most in max_tokens]
-    added = [engine.add(prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
-    while engine.has_work:
-        engine.step()
-    return [request.output_ids for request in added]
-
-
-def _greedy_texts(model: OpenModel, runner: ModelRunner, texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    prompts = [text[:PROMPT_TOKENS] for text in texts]
-    return greedy(model, runner, prompts, [GREEDY_TOKENS] * len(prompts), stops=False)
-
-
-def num_agreeing(expected: Sequence[int], got: Sequence[int]) -> int:
-    """Tokens before the first difference. Behind it two texts are about different things, and equal tokens say nothing.
-
-    >>> num_agreeing([1, 2, 3, 4], [1, 2, 9, 4])
-    2
-    """
-    return next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
-
-
 def _text_intervals(expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]], seed: int) -> dict[str, Interval]:
     shares = [[num_agreeing(a, b) / GREEDY_TOKENS, 1.0] for a, b in zip(expected, got, strict=True)]
     return {"agreement": bootstrap(torch.tensor(shares, dtype=torch.float64), ratio_of_sums, seed)}
-
-
-# --- answering questions --------------------------------------------------------------------------
-
-
-def _marks(model: OpenModel, runner: ModelRunner, tasks: Sequence[Task]) -> list[bool]:
-    """Which questions are answered exactly: the first line of the greedy answer, no more and no less."""
-    encode = model.tokenizer.encode
-    most = [len(encode(f" {task.answer}\n")) for task in tasks]
-    answers = greedy(model, runner, [encode(task.prompt) for task in tasks], most, stops=True)
-    lines = [model.tokenizer.decode(ids).split("\n")[0].strip() for ids in answers]
-    return [line == task.answer for line, task in zip(lines, tasks, strict=True)]
 
 
 def _task_intervals(tasks: Sequence[Task], expected: Sequence[bool], got: Sequence[bool], seed: int) -> dict[str, Any]:
@@ -261,24 +224,34 @@ def _task_intervals(tasks: Sequence[Task], expected: Sequence[bool], got: Sequen
 
 
 def table(qualities: Sequence[Quality]) -> str:
-    """A line for each format."""
-    heads = ("KV cache", "compute", "bytes/token", "perplexity", "ratio", "KL, nats", "same best", "agreement", "tasks", "change")
-    rows = [heads, *(_cells(q) for q in qualities)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    """A line for each subject. Columns about weights stand there only if some are not as the reference has them."""
+    rows = [_cells(quality) for quality in qualities]
+    shown = [name for name in rows[0] if name not in WEIGHT_COLUMNS or any(q.weights != q.compute for q in qualities)]
+    lines = [shown, *([row[name] for name in shown] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(shown))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def _cells(q: Quality) -> tuple[str, ...]:
-    size = "" if q.bytes_per_token is None else f"{q.bytes_per_token:,}"
-    return (
-        q.kv_cache_dtype,
-        q.compute,
-        size,
-        q.perplexity.words(2),
-        q.perplexity_ratio.words(4),
-        q.kl.words(5),
-        q.same_best.words(3),
-        q.agreement.words(2),
-        q.task_score.words(2),
-        q.task_change.words(2),
+WEIGHT_COLUMNS = ("weights", "method", "group", "bytes/weight")
+
+
+def _cells(q: Quality) -> dict[str, str]:
+    numbers = (
+        ("perplexity", q.perplexity, 2),
+        ("ratio", q.perplexity_ratio, 4),
+        ("KL, nats", q.kl, 5),
+        ("same best", q.same_best, 3),
+        ("agreement", q.agreement, 2),
+        ("tasks", q.task_score, 2),
+        ("change", q.task_change, 2),
     )
+    return {
+        "weights": q.weights,
+        "method": q.method or "",
+        "group": q.group,
+        "bytes/weight": "" if q.bytes_per_weight is None else f"{q.bytes_per_weight:.3f}",
+        "KV cache": q.kv_cache_dtype,
+        "compute": q.compute,
+        "bytes/token": "" if q.bytes_per_token is None else f"{q.bytes_per_token:,}",
+        **{name: "" if math.isnan(number.value) else number.words(digits) for name, number, digits in numbers},
+    }

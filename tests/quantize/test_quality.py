@@ -6,23 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minserve.quantize.quality import (
-    COUNT,
-    KL,
-    NLL,
-    REFERENCE_NLL,
-    SAME_BEST,
-    Quality,
-    chunks,
-    compare,
-    measure,
-    measure_all,
-    num_agreeing,
-    table,
-)
-from minserve.quantize.subjects import Scheme
+from minserve.quantize.quality import Quality, Sample, Subject, measure, measure_all, measure_each, table
+from minserve.quantize.subjects import OpenModel, Scheme
+from minserve.quantize.weight_subjects import WeightScheme, parse_weight_subject
+from minserve.quantize.writing import num_agreeing
 from tests.model.tiny_net import full_logits
-from tests.quantize.small import SAMPLE, TEXTS, small_model, sums_of
+from tests.quantize.small import SAMPLE, TEXTS, small_model
+from tests.tiny_model import save_tiny_model
 
 NAN = Scheme("nan", lambda kv: kv * math.nan)
 
@@ -73,40 +63,6 @@ def test_another_compute_type_is_measured_against_the_same_reference() -> None:
     assert found.kl.value > measure(small_model(), "bf16", reference="fp32", sample=SAMPLE).kl.value > 0
 
 
-def test_kl_is_that_of_the_books() -> None:
-    generator = torch.Generator().manual_seed(0)
-    expected, logits = torch.randn(2, 50, 30, generator=generator).unbind()
-    targets = torch.randint(30, (50,), generator=generator)
-    p, q = expected.double().log_softmax(-1), logits.double().log_softmax(-1)
-    found = compare(expected, logits, targets)
-    assert found[KL].item() == pytest.approx(F.kl_div(q, p, reduction="sum", log_target=True).item(), rel=1e-5)
-    assert found[NLL].item() == pytest.approx(F.cross_entropy(logits, targets, reduction="sum").item(), rel=1e-5)
-    assert found[REFERENCE_NLL].item() == pytest.approx(F.cross_entropy(expected, targets, reduction="sum").item(), rel=1e-5)
-    assert found[SAME_BEST] == (expected.argmax(-1) == logits.argmax(-1)).sum()
-    assert found[COUNT] == 50
-    assert compare(expected, expected, targets)[KL] == 0
-    assert all(compare(expected[i : i + 1], logits[i : i + 1], targets[i : i + 1])[KL] > 0 for i in range(50))
-
-
-def test_documents_are_fed_in_chunks_that_cover_them() -> None:
-    batches = list(chunks(TEXTS * 4, chunk_tokens=32))
-    assert [len(batch.rows) for batch in batches] == [8, 8, 8, 4, 4, 4]
-    fed = [(int(row.request.request_id), token) for batch in batches for row in batch.rows for token in row.token_ids]
-    assert [[token for number, token in fed if number == i] for i in range(12)] == TEXTS * 4
-    for batch in batches:
-        tables = [block for row in batch.rows for block in row.block_table]
-        assert len(set(tables)) == len(tables)
-        assert all(len(row.block_table) == -(-row.end // 16) for row in batch.rows)
-
-
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_the_size_of_the_chunks_changes_nothing(name: str) -> None:
-    """Inside one chunk, too, scores are made with keys and values as they are stored."""
-    whole, cut = sums_of(small_model(), name, chunk_tokens=96), sums_of(small_model(), name, chunk_tokens=16)
-    assert whole[:, KL].min() > 0
-    assert torch.allclose(whole, cut, rtol=2e-2)
-
-
 def test_logits_that_are_not_numbers_are_infinitely_wrong() -> None:
     found = measure(small_model(), NAN, reference="fp32", sample=SAMPLE)
     assert found.perplexity.value == found.kl.value == found.perplexity_ratio.value == math.inf
@@ -129,6 +85,64 @@ def test_the_table_has_a_line_for_each(qualities: dict[str, Quality]) -> None:
     lines = table(list(qualities.values())).splitlines()
     assert [line.split()[0] for line in lines] == ["KV", "fp32", "bf16", "int8", "int4"]
     assert "1.0000 (1.0000 to 1.0000)" in lines[1] and "1,024" in lines[1]
+
+
+FORMATS = ("int8", "int8-tensor", "int4", "int4-channel", "gptq-int4:documents=4,tokens=64", "awq-int4:documents=4,tokens=64")
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
+    """Weights with names: seeded ones come in the order in which they are asked for."""
+    return OpenModel.from_name(save_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def of_weights(saved_model: OpenModel) -> list[Quality]:
+    subjects = [Subject(weights=parse_weight_subject(words)) for words in FORMATS]
+    return measure_all(saved_model, subjects, reference="fp32", sample=Sample.draw(saved_model, 3, 90, 1))
+
+
+def test_weights_with_fewer_bits_cost_more_and_calibration_helps(of_weights: list[Quality]) -> None:
+    """On text like that of the calibration. On random tokens GPTQ, which fits what it has read, is worse than rounding here."""
+    int8, tensor, int4, channel, gptq, awq = [quality.kl.value for quality in of_weights]
+    assert 0 < 10 * int8 < int4 < channel < 2
+    assert int8 < tensor < int4
+    assert int8 < gptq < awq < int4
+
+
+def test_a_line_says_what_the_weights_are(of_weights: list[Quality]) -> None:
+    assert [quality.weights for quality in of_weights] == list(FORMATS)
+    assert {(quality.kv_cache_dtype, quality.compute) for quality in of_weights} == {("fp32", "fp32")}
+    assert [quality.method for quality in of_weights] == ["rtn", None, "rtn", "rtn", "gptq", "awq"]
+    assert [quality.group for quality in of_weights[:4]] == ["channel sym", "", "64 asym", "channel asym"]
+    num_weights, num_outputs = 256 * 64 + 64 * 128 + 192 * 64 + 64 * 96, 256 + 64 + 192 + 64
+    assert of_weights[0].bytes_per_weight == pytest.approx(1 + 2 * num_outputs / num_weights)
+    assert of_weights[3].bytes_per_weight == pytest.approx(0.5 + 4 * num_outputs / num_weights)
+
+
+def test_the_table_of_weights_has_their_columns(of_weights: list[Quality]) -> None:
+    head, *lines = table(of_weights).splitlines()
+    assert head.split()[:4] == ["weights", "method", "group", "bytes/weight"]
+    assert lines[2].split()[:5] == ["int4", "rtn", "64", "asym", "0.565"]
+
+
+def test_weights_and_cache_are_measured_together_and_alone() -> None:
+    subjects = [Subject("int4"), Subject("int4", "int4"), Subject(None, "int4")]
+    weights, both, cache = measure_all(small_model(), subjects, reference="fp32", sample=SAMPLE, fast=True)
+    assert (both.weights, both.kv_cache_dtype) == ("int4", "int4")
+    assert both.kl.value > max(weights.kl.value, cache.kl.value)
+    assert cache == measure(small_model(), "int4", reference="fp32", sample=SAMPLE, fast=True)
+
+
+def test_a_scheme_on_trial_that_changes_nothing_leaves_the_head_alone_in_codes() -> None:
+    same = measure(small_model(), WeightScheme("same", lambda weight: weight), reference="fp32", sample=SAMPLE, fast=True)
+    assert 0 < same.kl.value < measure(small_model(), Subject("int8"), reference="fp32", sample=SAMPLE, fast=True).kl.value
+
+
+def test_fast_leaves_out_what_is_written() -> None:
+    [quality] = measure_each(small_model(), ["int8"], reference="fp32", sample=SAMPLE, fast=True)
+    assert math.isnan(quality.agreement.value) and math.isnan(quality.task_score.value) and quality.scores == {}
+    assert "nan" not in table([quality])
 
 
 def test_unknown_types_are_refused_by_name() -> None:

@@ -35,21 +35,14 @@ from minserve.model.config import ModelConfig
 from minserve.model.cuda_graphs import wants_graphs
 from minserve.model.decoder import Decoder
 from minserve.model.kv_cache import KVCache
-from minserve.model.kv_formats import AUTO, require_format
-from minserve.model.quantized_checkpoint import open_checkpoint
+from minserve.model.kv_formats import require_format
 from minserve.model.quantized_linear import Storage
 from minserve.model.runner import ModelRunner
 from minserve.model.sampler import Sampler
 from minserve.model.sizing import PoolPlan, choose_device, choose_dtype, plan_pool, wants_weight_copy
 from minserve.model.tokenizer import Detokenizer, Tokenizer
 from minserve.model.triton_weights import choose_weight_kernels
-from minserve.model.weights import Weights
-from minserve.quantize.rtn import RoundedWeights
-from minserve.sim.weight_formats import parse_weights
-
-
-def open_weights(path: Path, weights: str) -> Weights:
-    return open_checkpoint(path) if weights == AUTO else RoundedWeights(open_checkpoint(path), parse_weights(weights))
+from minserve.quantize.serving import open_weights
 
 
 @dataclass(slots=True)
@@ -81,10 +74,8 @@ class LLM:
         device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, device)
         require_format(config.kv_cache_dtype, ModelConfig.from_directory(self.model_path).head_dim, device)  # before the weights
-        if config.weights != AUTO:
-            parse_weights(config.weights)
         self.tokenizer = Tokenizer(self.model_path)
-        decoder = self._open_decoder(self.model_path, device)
+        decoder = self._open_decoder(self.model_path, device, progress=verbose)
         self.pool: PoolPlan = plan_pool(
             decoder.config,
             block_size=config.block_size,
@@ -109,13 +100,13 @@ class LLM:
         if verbose:
             print(self.describe(), file=sys.stderr)
 
-    def _open_decoder(self, path: Path, device: torch.device) -> Decoder:
+    def _open_decoder(self, path: Path, device: torch.device, progress: bool = True) -> Decoder:
         config = self.config
         storage = Storage(
             copy=wants_weight_copy(config.weight_copy, ModelConfig.from_directory(path), self.dtype, device),
             kernels=choose_weight_kernels(config.attention_backend, device),
         )
-        return Decoder.from_directory(path, self.dtype, device, open_weights(path, config.weights), storage)
+        return Decoder.from_directory(path, self.dtype, device, open_weights(path, config.weights, progress=progress), storage)
 
     def _make_scheduler(self, policy: Policy | None) -> Scheduler:
         config, pool = self.config, self.pool

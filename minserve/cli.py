@@ -135,6 +135,9 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--limit", type=int, help="only the first N requests of each set")
     bench.add_argument("--primed", action="store_true", help="run each set a second time, with its prefixes cached")
     bench.add_argument("--gpu", action="store_true", help="measure kernels and engine on the graphics card that is here, in 12 minutes")
+    bench.add_argument(
+        "--decode", action="store_true", help="measure decode steps of the formats in --weights, side by side (default: bf16,int8,int4)"
+    )
     bench.add_argument("--json", help="write the results here")
     _add_engine_options(bench)
     bench.set_defaults(run=_bench)
@@ -244,6 +247,12 @@ def _bench(arguments: argparse.Namespace) -> None:
         from minserve import bench_gpu
 
         bench_gpu.main(arguments.model, arguments.json)
+        return
+    if arguments.decode:
+        from minserve import bench_decode
+
+        engine_fields = _engine_fields(arguments)
+        bench_decode.main(arguments.model, engine_fields.pop("weights", None), arguments.json, **engine_fields)
         return
     from minserve import bench
 

@@ -35,6 +35,7 @@ from minserve.sim.shapes import load_shape
 from minserve.sim.simulator import make_engine
 from minserve.sim.workload import Arrivals, Lengths, all_at_once, exact, make_workload, poisson
 
+DECODED_TOGETHER, DECODED_TOKENS = (1, 16), 64
 POISSON_RATE_PER_S = 1.5  # of the open version of `mixed`: about half of what two Zen 4 cores can serve
 
 
@@ -119,11 +120,17 @@ class Comparison:
 
 
 def check_workloads(sets: Mapping[str, Sequence[Mapping[str, Any]]], seed: int = 7) -> dict[str, list[Arrival]]:
-    """The fixed workload of `minserve bench`, and its `mixed` requests arriving one by one, at random."""
+    """The fixed workload of `minserve bench`, its `mixed` requests arriving one by one, at random, and few requests that only decode."""
     at_once = {name: [(0.0, _arguments(request)) for request in sets[name]] for name in ("mixed", "shared")}
     times_s = poisson(POISSON_RATE_PER_S).times_s(np.random.default_rng(seed), len(sets["mixed"]))
     open_loop = [(time_s, arguments) for time_s, (_, arguments) in zip(times_s, at_once["mixed"], strict=True)]
-    return {**at_once, f"mixed, Poisson {POISSON_RATE_PER_S}/s": open_loop}
+    decodes = {f"decode of {count}": [(0.0, _short_prompt(number)) for number in range(count)] for count in DECODED_TOGETHER}
+    return {**at_once, f"mixed, Poisson {POISSON_RATE_PER_S}/s": open_loop, **decodes}
+
+
+def _short_prompt(number: int) -> dict[str, Any]:
+    """A few bytes, other ones for each number, and a longer answer."""
+    return {"prompt_ids": [(17 * number + 5 * place) % 256 for place in range(16)], "params": exact(DECODED_TOKENS)}
 
 
 def _arguments(request: Mapping[str, Any]) -> dict[str, Any]:

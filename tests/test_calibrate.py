@@ -110,9 +110,17 @@ def test_the_command_writes_a_device_and_compares(
         ("mixed", "tpot_p50_s"),
         ("shared", "wall_s"),
     ]
-    assert len(check) == 9 and all(len(row["real_s"]) == 3 and row["ratio"] > 0 for row in check)
+    assert len(check) == 15 and all(len(row["real_s"]) == 3 and row["ratio"] > 0 for row in check)
+    assert [row["workload"] for row in check][9::3] == ["decode of 1", "decode of 16"]
     printed = capsys.readouterr().out
     assert "a step costs" in printed and "mixed, Poisson 1000.0/s" in printed and f"device written to {out}" in printed
+
+
+def test_what_only_decodes_shares_nothing() -> None:
+    requests = [{"id": "0", "prompt_ids": [1, 2], "max_tokens": 3}]
+    made = calibrate.check_workloads({"mixed": requests, "shared": requests})["decode of 16"]
+    assert len({arguments["prompt_ids"][0] for _, arguments in made}) == 16 and {time_s for time_s, _ in made} == {0.0}
+    assert all(arguments["params"].max_tokens == calibrate.DECODED_TOKENS for _, arguments in made)
 
 
 def test_the_table_shows_median_range_and_ratio():

@@ -170,10 +170,10 @@ def settle_code_rows(linears: Sequence[QuantizedLinear]) -> None:
     Passes over the weights take turns, codes and numbers, so that each finds a cache full of the other's.
     """
     linears = [linear for linear in linears if linear.has_two_ways]
-    chosen, num_weights = list(linears[:1]), 0
-    for linear in linears[1:]:
+    chosen, num_weights = [], 0
+    for linear in linears:
         num_weights += linear.in_features * linear.out_features
-        if num_weights <= TRIAL_WEIGHTS:
+        if not chosen or num_weights <= TRIAL_WEIGHTS:
             chosen.append(linear)
     num_won = bisect_left(TRIAL_ROWS, True, key=lambda num_rows: not _codes_win(chosen, num_rows)) if chosen else 0
     for linear in linears:

@@ -9,6 +9,7 @@ from typing import Any
 from minserve import __version__
 from minserve.core.request import InvalidRequest, SamplingParams
 from minserve.quality_command import add_quality
+from minserve.quantize_command import add_quantize
 
 ENGINE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("dtype", str, "compute type: auto (timed at start), fp32, bf16, fp16"),
@@ -107,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_plan(commands)
     _add_simulate(commands)
+    add_quantize(commands)
     add_quality(commands)
     _add_model(commands)
     return parser

@@ -30,6 +30,7 @@ ROOMS = (
     "demo",
     "plan",
     "simulate",
+    "quantize_command",
     "quality_command",
     "cli",
 )

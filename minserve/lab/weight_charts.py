@@ -145,13 +145,13 @@ class Loss(NamedTuple):
     high: float
 
 
-def bargain(losses: Mapping[str, Sequence[Loss]], loss_label: str, speeds: Mapping[str, Points], x_label: str, title: str) -> Figure:
+def bargain(losses: Mapping[str, Sequence[Loss]], loss_label: str, lines: Mapping[str, Points], x_label: str, title: str) -> Figure:
     """Left: what the model loses for the bits of a weight, a line a method. Right: speed by batch size, in units of that in bf16."""
     figure = new_figure(3.3)
     figure.suptitle(title, x=0.012, y=0.985, ha="left", fontsize=TITLE_PT, color=INK)
     left, right = figure.subplots(1, 2)
     _draw_losses(left, losses, loss_label)
-    draw_speeds(right, speeds, x_label)
+    draw_speeds(right, lines, x_label)
     fix_margins(figure, left_in=0.62, right_in=0.15, top_in=0.55, bottom_in=0.5)
     figure.subplots_adjust(wspace=0.24)
     return figure
@@ -178,18 +178,26 @@ def _draw_losses(ax: Axes, losses: Mapping[str, Sequence[Loss]], loss_label: str
     _name(ax, {name: (points[-1].bits, max(floor, points[-1].loss)) for name, points in losses.items()}, across=0.025, up=0.0)
 
 
+def speeds(lines: Mapping[str, Points], x_label: str, title: str) -> Figure:
+    """Speed by batch size, in units of that in bf16: a line a model and format."""
+    figure = new_figure(3.0)
+    draw_speeds(figure.subplots(), lines, x_label, title)
+    fix_margins(figure, left_in=0.5, right_in=0.15, top_in=0.35, bottom_in=0.5)
+    return figure
+
+
 def draw_speeds(
-    ax: Axes, speeds: Mapping[str, Points], x_label: str, title: str = "What it gives", top: float | None = None, mark: float | None = None
+    ax: Axes, lines: Mapping[str, Points], x_label: str, title: str = "What it gives", top: float | None = None, mark: float | None = None
 ) -> None:
-    """Lines over the batch on a logarithmic axis, each named above its beginning, and bf16 as the line at 1.
+    """Lines over the batch on a logarithmic axis, each named where no other is near, and bf16 as the line at 1.
 
     What is called measured is dots without a line. `mark` is a batch with a line upright.
     """
     dress(ax, title, x_label, "speed, times bf16")
-    for index, (name, points) in enumerate(speeds.items()):
+    for index, (name, points) in enumerate(lines.items()):
         colour, line = PALETTE[index % len(PALETTE)], "none" if name == MEASURED else LINES[index % len(LINES)]
         ax.plot(*zip(*points, strict=True), color=colour, linestyle=line, marker=MARKERS[index % len(MARKERS)], markersize=4)
-    batches = sorted({x for points in speeds.values() for x, _ in points})
+    batches = sorted({x for points in lines.values() for x, _ in points})
     ax.set_xscale("log")
     ax.set_xlim(batches[0] / 1.15, batches[-1] * 1.15)
     shown = [2**i for i in range(0, 12, 2) if batches[0] <= 2**i <= batches[-1]] or batches
@@ -199,9 +207,20 @@ def draw_speeds(
     ax.text(0.02, 0.97, "bf16", transform=ax.get_yaxis_transform(), fontsize=SMALL_PT, color=INK, va="top")
     if mark is not None:
         ax.axvline(mark, color=INK, linewidth=1, linestyle=":", zorder=0.5)
-    ax.set_ylim(0, top or 1.2 * max(1.0, *(y for points in speeds.values() for _, y in points)))
+    ax.set_ylim(0, top or 1.2 * max(1.0, *(y for points in lines.values() for _, y in points)))
     ax.yaxis.set_major_formatter(FuncFormatter(tick_text))
-    _name(ax, {name: points[0] for name, points in speeds.items()}, across=0.0, up=0.045)
+    _name(ax, {name: _free_point(ax, name, lines) for name in lines}, across=0.0, up=0.045)
+
+
+def _free_point(ax: Axes, name: str, lines: Mapping[str, Points]) -> tuple[float, float]:
+    """The point of a line, with room for its name, that is farthest from all other lines."""
+
+    def distance(point: tuple[float, float]) -> float:
+        heights = (np.interp(point[0], *zip(*points, strict=True), left=np.inf, right=np.inf) for n, points in lines.items() if n != name)
+        return min((abs(float(height) - point[1]) for height in heights), default=0.0)
+
+    roomy = [point for point in lines[name] if ax.transLimits.transform(ax.transScale.transform(point))[0] < 0.7]
+    return max(roomy or lines[name][:1], key=distance)
 
 
 def _name(ax: Axes, places: Mapping[str, tuple[float, float]], across: float, up: float) -> None:

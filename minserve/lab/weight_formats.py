@@ -11,6 +11,7 @@ Taught in notebook 09.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -93,6 +94,14 @@ class MeasuredSpeeds:
     device: DeviceSpec | None  # the machine as `minserve calibrate` knows it
     tokens_per_s: Mapping[str, Mapping[int, float]]
     model: str = "smollm2-135m"
+
+    @classmethod
+    def read(cls, recorded: Mapping[str, Any], device: DeviceSpec | None = None) -> "MeasuredSpeeds":
+        """From the JSON of the command, with `machine` and `date` added by whoever keeps it."""
+        tokens_per_s: dict[str, dict[int, float]] = {}
+        for pace in recorded["paces"]:
+            tokens_per_s.setdefault(pace["weights"], {})[pace["batch_size"]] = pace["tokens_per_s"]
+        return cls(f"{recorded['machine']}, {recorded['date']}", device, tokens_per_s)
 
     def times_bf16(self, name: str) -> list[tuple[float, float]]:
         """(batch, speed in units of that in bf16), for the batches that both were measured at; none for a format that was not."""

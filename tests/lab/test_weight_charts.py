@@ -5,7 +5,7 @@ import pytest
 from matplotlib.axes import Axes
 
 from minserve.lab.style import new_figure
-from minserve.lab.weight_charts import MEASURED, Frame, Loss, bargain, columns, draw_bars, draw_speeds, loud_inputs, number_lines
+from minserve.lab.weight_charts import MEASURED, Frame, Loss, bargain, columns, draw_bars, draw_speeds, loud_inputs, number_lines, speeds
 from tests.lab.boxes import boxes, words
 from tests.lab.test_charts import all_apart, lines
 
@@ -71,6 +71,17 @@ def test_the_bargain_has_a_line_a_method_and_whiskers() -> None:
     assert words(left) == list(LOSSES) and words(right) == ["bf16", *SPEEDS]
     assert [lines(right)[i] for i in range(3)] == list(SPEEDS.values())
     assert right.get_ylim()[0] == 0 and all_apart(figure)
+
+
+def test_speeds_are_named_where_no_other_line_is_near() -> None:
+    figure = speeds(SPEEDS, "requests in a step", "Faster for few")
+    [ax] = figure.axes
+    assert words(ax) == ["bf16", *SPEEDS] and ax.get_ylabel() == "speed, times bf16" and all_apart(figure)
+    assert [lines(ax)[i] for i in range(3)] == list(SPEEDS.values())
+    low, high = ([(1, 2.0), (4, 1.0)], [(1, 2.1), (4, 3.0)])  # far from each other at 4 only
+    [ax] = speeds({"low": low, "high": high, "end": [(4, 0.1), (64, 0.1)]}, "", "").axes
+    across = {text.get_text(): text.get_position()[0] for text in ax.texts}
+    assert across["low"] == across["high"] == across["end"] > 0.3
 
 
 def test_a_loss_of_nothing_is_drawn_at_the_foot() -> None:

@@ -1,6 +1,6 @@
 """The explorer of weight formats: the quantizers' errors, the cost model's bytes and seconds, and speeds out of a file."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import ipywidgets as widgets
@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from minserve.bench_decode import Pace
 from minserve.lab import figures
 from minserve.lab.weight_formats import (
     BATCHES,
@@ -68,6 +69,18 @@ def test_what_is_left_is_what_the_quantizers_leave(layer: LayerSample) -> None:
     assert torch.equal(weights_left(layer, parse_weights("gptq-int4")), by_gptq)
     rtn, awq, best = (layer.error(weights_left(layer, parse_weights(name))) for name in ("int4", "awq-int4", "gptq-int4"))
     assert 0 < best < 0.8 * rtn and 0 < awq < 0.8 * rtn
+
+
+# --- recorded speeds -------------------------------------------------------------------------------
+
+
+def test_speeds_are_read_from_what_the_bench_writes() -> None:
+    runs = (("bf16", 1, 30.0), ("bf16", 16, 300.0), ("int4", 1, 60.0))
+    paces = [asdict(Pace(name, size, 1e3 * size / speed, speed, 1.0, 0.5, (1.0,))) for name, size, speed in runs]
+    read = MeasuredSpeeds.read({"machine": "two cores", "date": "2026-11-30", "paces": paces}, HERE)
+    assert read.where == "two cores, 2026-11-30" and read.device is HERE
+    assert read.tokens_per_s == {"bf16": {1: 30.0, 16: 300.0}, "int4": {1: 60.0}}
+    assert read.times_bf16("int4") == [(1, 2.0)] and read.times_bf16("int8") == []
 
 
 # --- the explorer ---------------------------------------------------------------------------------

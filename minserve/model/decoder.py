@@ -240,5 +240,5 @@ def _stacked_codes(parts: Sequence[QuantizedWeight | None], prefix: str, names: 
         except ValueError:
             pass
     kinds = ", ".join(f"{name} {'in floats' if part is None else f'{part.bits} bits'}" for name, part in zip(names, parts, strict=True))
-    warnings.warn(f"{prefix}: {kinds}, in groups that differ: served in floats, since they are one product here", stacklevel=5)
+    warnings.warn(f"{prefix}: {kinds}: not alike in bits and groups, so this one product of them is served in floats", stacklevel=5)
     return None

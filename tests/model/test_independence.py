@@ -3,12 +3,16 @@
 With fp32 KV that holds but for rounding. With quantized KV it holds for the same reason and one more: what a token's keys and values are
 stored as depends on that token's numbers alone, never on who else is in its block, batch or chunk. Numbers that differ in rounding get
 the same code, or, on the edge between two, neighbouring ones; that moves logits by less than what lies between the best two here.
+With weights in codes, how many rows a step has decides whether it multiplies by the codes or by numbers made of them. Both are the same
+weights: the cold run is that of a plain decoder which holds what the codes mean.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 import pytest
+from torch import Tensor
 
 from minserve.core.block_manager import BlockManager
 from minserve.core.clock import VirtualClock
@@ -16,7 +20,12 @@ from minserve.core.engine import Engine, ModelLimits
 from minserve.core.request import FinishReason, Request, SamplingParams
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from minserve.model.decoder import Decoder
-from tests.model.tiny_net import make_runner, tiny_decoder, tokens_for
+from minserve.model.linear import Linear
+from minserve.model.quantized_linear import QuantizedLinear, Storage
+from minserve.model.weights import CodedWeights, RandomWeights
+from minserve.quantize.rtn import RoundedWeights
+from minserve.sim.weight_formats import parse_weights
+from tests.model.tiny_net import make_runner, tiny_config, tiny_decoder, tokens_for
 
 STREAMS = [tokens_for(seed, 80) for seed in range(2)]  # prompts begin alike, so that they share blocks
 
@@ -83,12 +92,43 @@ def play(decoder: Decoder, seed: int, seen: Counter[str], kv_cache_dtype: str) -
 
 @pytest.mark.parametrize(("kv_cache_dtype", "num_seeds"), [("fp32", 12), ("bf16", 3), ("fp8", 3), ("int8", 5), ("int4", 5)])
 def test_outputs_of_a_net_never_depend_on_scheduling(kv_cache_dtype: str, num_seeds: int) -> None:
-    decoder, seen, cold = tiny_decoder(), Counter[str](), {}
+    decoder = tiny_decoder()
+    check_independence(decoder, decoder, kv_cache_dtype, num_seeds)
+
+
+class Numbers:
+    """Weights of which those in codes are handed out as the numbers that they mean."""
+
+    def __init__(self, inner: CodedWeights):
+        self.inner = inner
+
+    def __contains__(self, name: str) -> bool:
+        return name == "lm_head.weight" or name in self.inner
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        codes = self.inner.quantized(name, shape)
+        return self.inner.take(name, shape) if codes is None else codes.dequantize()
+
+
+@pytest.mark.parametrize(("weights", "copy"), [("int8", True), ("int8", False), ("int4", True), ("int4-channel-sym", False)])
+def test_with_weights_in_codes_outputs_are_those_of_a_plain_net_of_the_same_numbers(weights: str, copy: bool) -> None:
+    def rounded() -> RoundedWeights:
+        return RoundedWeights(RandomWeights(0, spread=0.2), parse_weights(weights), tied=False)
+
+    decoder = Decoder(tiny_config(), rounded(), storage=Storage(copy=copy, max_code_rows=4))
+    plain = Decoder(tiny_config(), Numbers(rounded()))
+    assert isinstance(decoder.head, QuantizedLinear) and isinstance(plain.head, Linear)
+    check_independence(decoder, plain, "fp32", 3)
+
+
+def check_independence(decoder: Decoder, cold_decoder: Decoder, kv_cache_dtype: str, num_seeds: int) -> None:
+    """Whatever is served with it, and however it is cut, each request of `decoder` has the tokens of the cold run."""
+    seen, cold = Counter[str](), {}
     for seed in range(num_seeds):
         for request in play(decoder, seed, seen, kv_cache_dtype):
             key = request.prompt_ids
             if key not in cold:
-                cold[key] = cold_run(decoder, key, 14, kv_cache_dtype)
+                cold[key] = cold_run(cold_decoder, key, 14, kv_cache_dtype)
             assert request.is_finished
             assert request.output_ids == cold[key][: request.num_output_tokens], f"seed {seed}, {request.request_id}"
     assert all(seen[name] > 0 for name in ("hits", "preemptions", "aborts", "whole")), seen

@@ -13,6 +13,7 @@ from minserve.model.sizing import (
     free_bytes,
     plan_pool,
     pool_bytes_left,
+    wants_weight_copy,
 )
 from tests.model.tiny_net import tiny_config
 
@@ -139,3 +140,19 @@ def test_case_193_cards_that_only_emulate_bf16_get_fp16():
 def test_device_by_name():
     assert choose_device("cpu") == CPU
     assert choose_device("auto").type in ("cpu", "cuda")
+
+
+def test_a_copy_of_weights_is_kept_where_it_takes_a_tenth_of_the_free_memory(monkeypatch):
+    config = tiny_config()
+    needed = config.num_parameters * 2
+    for free, expected in ((10 * needed, True), (10 * needed - 10, False)):
+        monkeypatch.setattr(sizing, "free_bytes", lambda _, free=free: free)
+        assert wants_weight_copy("auto", config, torch.bfloat16, CPU) == expected
+        assert wants_weight_copy(True, config, torch.bfloat16, CPU) is True
+        assert wants_weight_copy(False, config, torch.bfloat16, CPU) is False
+    card = torch.device("cuda", 0)
+    assert wants_weight_copy("auto", config, torch.bfloat16, card) is False
+    with pytest.raises(ValueError, match="weight_copy=True is for CPUs, this is cuda:0"):
+        wants_weight_copy(True, config, torch.bfloat16, card)
+    with pytest.raises(ValueError, match="weight_copy must be True, False or 'auto', got 'yes'"):
+        wants_weight_copy("yes", config, torch.bfloat16, CPU)

@@ -56,7 +56,7 @@ def quantize_model(
 ) -> QuantizedModel:
     """All matrices of the layers, by the recipe. dtype: the compute type of calibration; None: the faster one here.
 
-    Raises ValueError if the weights are in codes already, or if the calibration text is too short.
+    Raises ValueError if the weights are in codes already, or if no piece of the calibration text is as long as asked for.
     """
     start_s = time.perf_counter()
     work = LayerByLayer(config, weights, tokenizer, recipe, dtype)
@@ -108,10 +108,16 @@ class Overlay:
 # --- AWQ's scales ---------------------------------------------------------------------------------
 
 
-def merge_scale(tensors: dict[str, Tensor], product: Product, gram_matrix: Tensor, magnitude: Tensor, fmt: WeightFormat) -> Tensor:
-    """Search the scale of a product's inputs, multiply its weights by it, divide what makes the inputs. -> the inputs' Gram matrix now
+def merge_scale(
+    tensors: dict[str, Tensor],
+    product: Product,
+    gram_matrix: Tensor,
+    magnitude: Tensor,
+    fmt: WeightFormat,
+) -> Tensor:
+    """Search the scale of a product's inputs, multiply its weights by it, divide what makes the inputs.
 
-    tensors: all of the layer, by name; those that change are replaced.
+    tensors: all of the layer, by name; those that change are replaced. -> the Gram matrix of the inputs now
     """
     assert product.maker is not None
     scale = search_scale([tensors[name].float() for name in product.names], gram_matrix, magnitude, fmt)
@@ -122,7 +128,7 @@ def merge_scale(tensors: dict[str, Tensor], product: Product, gram_matrix: Tenso
 
 
 def divide_outputs(tensors: dict[str, Tensor], maker: str, scale: Tensor) -> Tensor:
-    """Divide what a norm or a matrix makes by a scale [O]. -> what it was divided by, which for a norm is a little different"""
+    """Divide what a norm or a matrix makes by a scale [O]. -> what it was divided by: for a norm, a little different"""
     weight = tensors[f"{maker}.weight"].float()
     if weight.dim() == 2:
         tensors[f"{maker}.weight"] = weight / scale[:, None]
@@ -153,6 +159,7 @@ class LayerByLayer:
         self._lines: list[MatrixReport] = []
 
     def quantize_layer(self, index: int) -> None:
+        """Watch the text go through the layer as it is, quantize it, and move the text behind it."""
         overlay = Overlay(self.weights)
         layer = load_layer(self.config, overlay, index, self.dtype)
         original = dict(overlay.tensors)
@@ -163,16 +170,23 @@ class LayerByLayer:
             self._quantize(product, overlay.tensors, original, matrices.get(product.field))
         changed = {name: tensor for name, tensor in overlay.tensors.items() if tensor is not original[name]}
         self.replaced |= {name: tensor for name, tensor in changed.items() if name not in self.quantized}
+        if self.walk is not None and self.recipe.fmt.method == "gptq":
+            streams = self.walk.through(self._quantized_layer(index, overlay))
         if self.walk is not None:
-            self.walk.streams = self.walk.through(self._quantized_layer(index, overlay)) if self.recipe.fmt.method == "gptq" else streams
+            self.walk.streams = streams
 
-    def merge_scales(self, products: Sequence[Product], tensors: dict[str, Tensor], grams: Mapping[str, Gram]) -> dict[str, Tensor]:
-        """AWQ's scales of a layer, if the recipe has them. -> the Gram matrices of its inputs, by the fields of `Layer`"""
+    def merge_scales(
+        self,
+        products: Sequence[Product],
+        tensors: dict[str, Tensor],
+        grams: Mapping[str, Gram],
+    ) -> dict[str, Tensor]:
+        """AWQ's scales of a layer, if the recipe has them. -> Gram matrices of inputs, by the fields of `Layer`"""
         matrices = {field: gram.matrix for field, gram in grams.items()}
         if self.recipe.fmt.method == "awq" and self.recipe.scale:
             for product in (product for product in products if product.maker):
-                magnitude = grams[product.field].magnitude
-                matrices[product.field] = merge_scale(tensors, product, matrices[product.field], magnitude, self.recipe.fmt)
+                matrix, magnitude = matrices[product.field], grams[product.field].magnitude
+                matrices[product.field] = merge_scale(tensors, product, matrix, magnitude, self.recipe.fmt)
         return matrices
 
     def _quantize(self, product: Product, tensors: dict[str, Tensor], original: Mapping[str, Tensor], gram_matrix: Tensor | None) -> None:
@@ -199,12 +213,14 @@ class LayerByLayer:
         return load_layer(self.config, overlay, index, self.dtype)
 
     def result(self, elapsed_s: float) -> QuantizedModel:
-        num_tokens = self.recipe.num_documents * self.recipe.document_tokens if self.walk else 0
+        num_tokens = self.walk.num_tokens if self.walk else 0
         report = Report(self.recipe.name, tuple(self._lines), num_tokens, elapsed_s, tuple(self._notes()))
         return QuantizedModel(self.recipe, self.quantized, self.replaced, report, self.config.tied_embeddings)
 
     def _notes(self) -> list[str]:
         c, fmt, notes = self.config, self.recipe.fmt, []
+        if self.walk is not None and self.walk.num_documents < self.recipe.num_documents:
+            notes.append(f"the text has {self.walk.num_documents} documents for calibration, {self.recipe.num_documents} were asked for")
         if fmt.group_size:
             sizes = sorted({line.num_inputs for line in self._lines if line.num_inputs % fmt.group_size})
             notes += [f"{size:,} inputs in groups of {fmt.group_size}: the last one has {size % fmt.group_size}" for size in sizes]
@@ -217,13 +233,14 @@ class LayerByLayer:
 
 
 def choose_codes(weight: Tensor, gram_matrix: Tensor | None, recipe: Recipe) -> QuantizedWeight:
-    """A matrix by the recipe's method. weight: [O, I], gram_matrix: [I, I], of its inputs; round to nearest needs none"""
+    """A matrix by the recipe's method. weight: [O, I], gram_matrix: [I, I]; round to nearest needs none"""
     fmt = recipe.fmt
     if gram_matrix is None or fmt.method == "rtn":
         return round_to_nearest(weight, fmt)
     if fmt.method == "gptq":
         return gptq(weight, gram_matrix, fmt, order=recipe.order, damping=recipe.damping)
-    return round_to_nearest(weight, fmt, search_clip(weight, gram_matrix, fmt) if recipe.clip else None)
+    shrink = search_clip(weight, gram_matrix, fmt) if recipe.clip else None
+    return round_to_nearest(weight, fmt, shrink)
 
 
 def split(whole: QuantizedWeight, num_outputs: Sequence[int]) -> list[QuantizedWeight]:

@@ -43,14 +43,17 @@ PRODUCTS = ("qkv", "output", "gate_up", "down")  # of a Layer, each with an inpu
 
 
 def calibration_documents(tokenizer: TextTokenizer, num_documents: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
-    """Seeded pieces of `num_tokens` tokens of the project's prose, none of which is measured on. Raises ValueError if too few are left."""
+    """Seeded pieces of `num_tokens` tokens of the project's prose, none of which is measured on.
+
+    All that there are, if they are fewer: how many depends on the tokenizer. Raises ValueError if there are none.
+    """
     measured = {tuple(ids) for ids in documents(tokenizer, MEASURED_DOCUMENTS, MEASURED_TOKENS)}
     texts = [text for name, text in sections(own_prose()) if name not in HELD_OUT]
     runs = [run for text in texts for run in _runs_between(tokenizer.encode(text), measured)]
     pieces = [piece for run in runs for piece in cut(run, num_tokens)]
-    if len(pieces) < num_documents:
-        raise ValueError(f"{len(pieces)} pieces of {num_tokens} tokens are left for calibration, {num_documents} were asked for")
-    return random.Random(seed).sample(pieces, num_documents)
+    if not pieces:
+        raise ValueError(f"no piece of the calibration text has {num_tokens} tokens; the longest has {max(map(len, runs))}")
+    return random.Random(seed).sample(pieces, min(num_documents, len(pieces)))
 
 
 def _runs_between(token_ids: list[int], measured: set[tuple[int, ...]]) -> Iterator[list[int]]:
@@ -71,6 +74,7 @@ class Walk:
 
     def __init__(self, config: ModelConfig, weights: Weights, token_ids: Sequence[Sequence[int]], dtype: torch.dtype):
         self.config, self.dtype = config, dtype
+        self.num_documents, self.num_tokens = len(token_ids), sum(map(len, token_ids))
         self._shell = Decoder(replace(config, num_layers=0, windows=()), weights, dtype)
         self._operations = TorchOperations()
         num_at_once = max(1, TOKENS_AT_ONCE // max(map(len, token_ids)))
@@ -94,9 +98,9 @@ class Walk:
 
     def _behind(self, layer: Layer, x: Tensor, layout: AttentionMetadata) -> Tensor:
         shared = self._shell.begin(layout.positions, self._cache, layout, self._operations)
-        normed = self._operations.norm(x, layer.attention_norm, self.config.norm_eps)
-        _, x = self._shell.run_layer(layer, 0, normed, x, layer.attention_norm, shared)  # which norm comes next does not matter
-        return x
+        norm = layer.attention_norm  # in place of the next layer's, too: behind the last product nobody looks at it
+        normed = self._operations.norm(x, norm, self.config.norm_eps)
+        return self._shell.run_layer(layer, 0, normed, x, norm, shared)[1]
 
 
 def _batch(token_ids: Sequence[Sequence[int]]) -> ScheduledBatch:

@@ -67,6 +67,13 @@ def test_a_group_that_is_cut_short_is_in_the_report() -> None:
     assert "groups" not in quantized("int4-g32").report.describe()
 
 
+def test_text_that_is_shorter_than_asked_for_is_in_the_report() -> None:
+    report = quantized("gptq-int4-g32:documents=40,tokens=5000").report
+    num_documents = report.num_tokens // 5000
+    assert 0 < num_documents < 40
+    assert f"the text has {num_documents} documents for calibration, 40 were asked for" in report.notes
+
+
 def test_the_reported_error_is_that_of_the_outputs() -> None:
     model = quantized(f"gptq-int4-g32:{LITTLE_TEXT}")
     layer = load_layer(CONFIG, FixedWeights(), 0, torch.float32)

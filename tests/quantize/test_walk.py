@@ -75,6 +75,9 @@ def test_a_seed_chooses_the_documents() -> None:
     assert all(len(ids) == 50 for ids in same)
 
 
-def test_more_text_than_there_is_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\d+ pieces of 2000 tokens are left for calibration, 500 were asked for"):
-        calibration_documents(ByteTokenizer(), 500, 2000)
+def test_of_more_text_than_there_is_all_is_read() -> None:
+    tokenizer = ByteTokenizer()
+    found = calibration_documents(tokenizer, 10_000, 2000)
+    assert 20 < len(found) < 100 and {len(ids) for ids in found} == {2000}
+    with pytest.raises(ValueError, match=r"no piece of the calibration text has 50000 tokens; the longest has \d+"):
+        calibration_documents(tokenizer, 1, 50_000)

@@ -8,6 +8,7 @@ from minserve.model.config import ModelConfig
 from minserve.model.decoder import Decoder, load_layer
 from minserve.model.quantized_weight import QuantizedWeight, stack
 from minserve.model.tokenizer import ByteTokenizer
+from minserve.quantize import calibration
 from minserve.quantize.awq import search_clip
 from minserve.quantize.calibration import LayerByLayer, Overlay, divide_outputs, products_of, quantize_model, split
 from minserve.quantize.gptq import gptq
@@ -67,11 +68,11 @@ def test_a_group_that_is_cut_short_is_in_the_report() -> None:
     assert "groups" not in quantized("int4-g32").report.describe()
 
 
-def test_text_that_is_shorter_than_asked_for_is_in_the_report() -> None:
-    report = quantized("gptq-int4-g32:documents=40,tokens=5000").report
-    num_documents = report.num_tokens // 5000
-    assert 0 < num_documents < 40
-    assert f"the text has {num_documents} documents for calibration, 40 were asked for" in report.notes
+def test_text_that_is_shorter_than_asked_for_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "calibration_documents", lambda *_: [tokens_for(seed, 50) for seed in range(3)])
+    report = quantized("gptq-int4-g32:documents=4,tokens=50").report
+    assert report.num_tokens == 150
+    assert "the text has 3 documents for calibration, 4 were asked for" in report.notes
 
 
 def test_the_reported_error_is_that_of_the_outputs() -> None:

@@ -1,6 +1,7 @@
 """Weights by the words of `LLM(weights=...)`: rounded at load, or quantized once, saved, and never found half done."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from minserve.quantize.calibration import quantize_model
 from minserve.quantize.quantized_model import QuantizedModel
 from minserve.quantize.recipe import Recipe
 from minserve.quantize.rtn import RoundedWeights
-from minserve.quantize.serving import REPORT, open_weights, quantized_directory, quantized_once, save
+from minserve.quantize.serving import REPORT, make, open_weights, quantized_directory, quantized_once, save
 from tests.model.tiny_net import full_logits, tokens_for
 from tests.quantize.fixed_weights import save_uneven_model
 
@@ -92,6 +93,19 @@ def test_quantized_once(source: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert quantized(open_weights(source, RECIPES[0]), "model.layers.0.mlp.up_proj.weight", (96, 64)) is not None
     assert capsys.readouterr().err == ""
     assert place.parent.name == "quantized" and not set(place.name) & set(':,= "')
+
+
+def test_two_that_ask_at_once_make_it_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def counted(path: Path, recipe: Recipe, target: Path, progress: bool) -> QuantizedModel:
+        made.append(target)
+        return make(path, recipe, target, progress)
+
+    monkeypatch.setattr(serving, "make", counted)
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(quantized_once, source, Recipe.parse(RECIPES[0]), progress=False) for _ in range(2)]
+    assert [place.result() for place in asked] == made * 2 and len(made) == 1
 
 
 def test_another_file_or_recipe_has_another_place(source: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+from minserve.model.config import ModelConfig
 from minserve.model.decoder import Decoder, load_layer
 from minserve.model.tokenizer import ByteTokenizer
 from minserve.quantize import small_model
@@ -15,6 +16,7 @@ from tests.model.tiny_net import full_logits, tiny_config, tokens_for
 from tests.quantize.fixed_weights import FixedWeights
 
 CONFIG = tiny_config(num_layers=3)
+OTHER_FAMILIES = tiny_config(num_layers=3, qk_norm=True, qkv_bias=True, windows=(None, 16, 40))
 # Two steps, the second of them smaller, and documents of two lengths.
 TEXTS = [tokens_for(seed, 200 if seed == 1 else 190) for seed in range(TOKENS_AT_ONCE // 200 + 2)]
 
@@ -24,15 +26,16 @@ def weights() -> FixedWeights:
     return FixedWeights()
 
 
-def test_walking_through_all_layers_is_the_decoder(weights: FixedWeights) -> None:
-    decoder, walk = Decoder(CONFIG, weights), Walk(CONFIG, weights, TEXTS, torch.float32)
+@pytest.mark.parametrize("config", [CONFIG, OTHER_FAMILIES])
+def test_walking_through_all_layers_is_the_decoder(weights: FixedWeights, config: ModelConfig) -> None:
+    decoder, walk = Decoder(config, weights), Walk(config, weights, TEXTS, torch.float32)
     assert [len(stream) for stream in walk.streams] == [1910, 380]
-    for index in range(CONFIG.num_layers):
-        walk.streams = walk.through(load_layer(CONFIG, weights, index, walk.dtype))
+    for index in range(config.num_layers):
+        walk.streams = walk.through(load_layer(config, weights, index, walk.dtype))
     texts = iter(TEXTS)
     for stream, layout in zip(walk.streams, walk.layouts, strict=True):
         of_step = [next(texts) for _ in layout.rows]
-        logits = decoder.logits(torch.rms_norm(stream, (CONFIG.hidden_size,), decoder.norm, CONFIG.norm_eps))
+        logits = decoder.logits(torch.rms_norm(stream, (config.hidden_size,), decoder.norm, config.norm_eps))
         pieces = logits.split([row.num_tokens for row in layout.rows])
         for row, piece in zip(layout.rows, pieces, strict=True):
             assert torch.allclose(piece, full_logits(decoder, of_step[int(row.request.request_id)]), atol=1e-4)

@@ -33,6 +33,14 @@ def test_generate_streams_one_prompt(tiny_dir: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out == first.out
 
 
+def test_generate_takes_a_format_of_weights(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "abc", "--model", str(tiny_dir), "--max-tokens", "5", "--num-blocks", "40", "--dtype", "fp32"]
+    assert cli.main([*arguments, "--weights", "int4-g32"]) == 0
+    assert "weights in int4+int8" in capsys.readouterr().err
+    assert cli.main([*arguments, "--weights", "int3"]) == 1
+    assert capsys.readouterr().err.startswith("minserve: weight format 'int3' is not known; examples: int8, int4")
+
+
 def test_generate_answers_several_prompts_and_samples(tiny_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "--model",

@@ -11,6 +11,7 @@ import torch
 from minserve import LLM, EngineConfig, SamplingParams
 from minserve.core.policies import StaticBatches, TimeoutBatches
 from minserve.core.request import FinishReason, InvalidRequest, RequestTooLong
+from minserve.model.quantized_linear import QuantizedLinear
 from minserve.model.sizing import PoolTooSmall
 from tests.tiny_model import save_tiny_model
 
@@ -385,6 +386,30 @@ def test_the_kv_format_is_part_of_a_prefix_and_a_wrong_one_is_refused_before_the
         make_llm(tiny_dir, kv_cache_dtype="int3")
     with pytest.raises(ValueError, match="unknown engine setting 'kv_format'"):
         make_llm(tiny_dir, kv_format="int8")
+
+
+def test_the_format_of_weights_is_part_of_a_prefix_and_is_said(tiny_dir: Path) -> None:
+    hashes, answers = set(), []
+    for name, copy in (("auto", "auto"), ("int8", True), ("int8", False), ("int4-g32", True)):
+        with make_llm(tiny_dir, weights=name, weight_copy=copy) as llm:
+            answers.append(ids_of(llm, [list(range(33))]))
+            hashes.add(tuple(llm.engine.scheduler.blocks.cache._by_key)[:1])  # of the block that the prompt fills
+            said = llm.describe()
+        assert ("; weights in int" in said) == (name != "auto") and ("more by a copy" in said) == (copy is True)
+    assert len(hashes) == 3
+    assert answers[1] == answers[2]
+    with pytest.raises(ValueError, match="weight_copy must be True, False or 'auto', got 'no'"):
+        make_llm(tiny_dir, weight_copy="no")
+
+
+def test_new_weights_come_in_the_format_that_was_asked_for(tiny_dir: Path, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "other", seed=1)
+    with make_llm(other, weights="int8") as llm:
+        expected = ids_of(llm)
+    with make_llm(tiny_dir, weights="int8") as llm:
+        assert ids_of(llm) != expected
+        llm.load_weights(other)
+        assert ids_of(llm) == expected and isinstance(llm._runner.decoder.head, QuantizedLinear)
 
 
 def test_closing_gives_the_memory_back_and_later_calls_say_so(tiny_dir: Path) -> None:

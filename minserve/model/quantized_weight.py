@@ -5,7 +5,8 @@ multiply by them. All meet in one form that has nothing packed and nothing fused
 
     value[o, i] = (codes[o, i] - zeros[o, g]) * scales[o, g],  g = group_of[i]
 
-Invariant: scales are numbers that bf16 and fp16 both hold exactly, so no place where they are stored changes a weight.
+Invariant: scales that are chosen here are numbers that bf16 and fp16 both hold exactly, so no place where they are stored changes a
+weight. Those of other people's files are numbers of fp16, and a product in bf16 rounds them.
 
 Taught in notebook 09.
 """

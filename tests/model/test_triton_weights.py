@@ -5,11 +5,16 @@ import torch
 import torch.nn.functional as F
 
 from minserve.model import triton_weights
+from minserve.model.decoder import Decoder
 from minserve.model.quantized_linear import ANY_ROWS, QuantizedLinear, Storage
 from minserve.model.triton_weights import TritonInt4, TritonInt8, choose_weight_kernels, load_weight_kernels, triton_product
+from minserve.model.weights import RandomWeights
+from minserve.quantize.rtn import RoundedWeights
+from minserve.sim.weight_formats import parse_weights
 from minserve_kernels.interpret import interpreted
 from minserve_kernels.weights import weight_bytes
 from tests.model.made_weights import made_weight
+from tests.model.tiny_net import full_logits, tiny_config, tokens_for
 
 CPU = torch.device("cpu")
 
@@ -38,6 +43,18 @@ def test_equals_the_product_with_the_dequantized_weight(
     exact = F.linear(x.double(), weight.dequantize().double(), bias.double()) + add.double()
     assert got.dtype == dtype
     assert (got.double() - exact).abs().max() < (2e-6 if dtype == torch.float32 else 1e-2) * exact.abs().max()
+
+
+def test_a_net_in_codes_computes_with_kernels_what_it_does_without() -> None:
+    config, fmt, text = tiny_config(), parse_weights("int4-g32"), tokens_for(0, 5)
+    plain = Decoder(config, RoundedWeights(RandomWeights(0, spread=0.2), fmt, tied=False), storage=Storage(max_code_rows=0))
+    storage = Storage(kernels=load_weight_kernels())
+    by_kernels = Decoder(config, RoundedWeights(RandomWeights(0, spread=0.2), fmt, tied=False), storage=storage)
+    assert isinstance(by_kernels.head, QuantizedLinear) and isinstance(by_kernels.head._product, TritonInt8)
+    assert by_kernels.describe().endswith("; weights in int4+int8: 0 MiB")
+    with interpreted():
+        got = full_logits(by_kernels, text)
+    torch.testing.assert_close(got, full_logits(plain, text), atol=1e-4, rtol=1e-4)
 
 
 def test_bytes_are_those_of_the_kernels_formula() -> None:

@@ -37,7 +37,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 PROMPT_TOKENS = 32
 WARM_STEPS = 3  # of decode, before the clock starts
 NUM_STEPS = 16  # that are timed together
-NUM_ROUNDS = 3
+NUM_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class PackedInt4:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [T, I] -> [T, O]"""
         x = arrange(x, self._order, self._num_planes)
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self._codes, self._group_size, self._scales)
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu.default(x, self._codes, self._group_size, self._scales)
         return y if y.shape[1] == self.num_outputs else y[:, : self.num_outputs].contiguous()
 
     @property

@@ -115,9 +115,12 @@ class QuantizedLinear:
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """x: [T, I], add: [T, O] or None -> x weight^T + bias + add, [T, O]"""
-        if len(x) > self.max_code_rows and self._copy is not None:
+        if self._product is not None and x.shape[0] <= self.max_code_rows:
+            y = self._product(x)
+        elif self._copy is not None:
             return self._copy(x, add)
-        y = self._product(x) if self._product is not None and len(x) <= self.max_code_rows else self._by_pieces(x)
+        else:
+            y = self._by_pieces(x)
         if self.bias is not None:
             y += self.bias
         return y if add is None else y.add_(add)

@@ -12,8 +12,8 @@ AWQ divides the inputs of a product by scales, and what makes these inputs takes
     gate, up   the norm before the MLP
     down       up, since down multiplies silu(gate) * up
 
-All of it runs on the CPU. SmolLM2-135M with 16 thousand tokens takes 110 s of one Zen 4 core by GPTQ and 155 s by AWQ: half of GPTQ's
-goes into walking, a third into Gram matrices in float32, the rest into choosing codes.
+All of it runs on the CPU. SmolLM2-135M with 16 thousand tokens takes 110 s of one Zen 4 core by GPTQ and 155 s by AWQ: not quite half
+of GPTQ's goes into walking, a third into Gram matrices in float32, the rest into choosing codes.
 
 A norm's gain is rounded to what bf16 and fp16 hold once it is divided, and the scale becomes what it was divided by in the end.
 

@@ -85,6 +85,11 @@ def weight_format(llm: LLM) -> tuple[str, int]:
     return stored.name or WeightFormat(stored.bits, stored.group_size, stored.symmetric, stored.method).name, head_bits
 
 
+def measure_layers_s(decoder: Decoder, num_rows: int) -> float:
+    """Seconds of the products of all layers with so many rows, the way that the engine computes them."""
+    return measure_products_s(layer_products(decoder), num_rows, decoder.dtype)
+
+
 @contextmanager
 def by_codes(linears: Sequence[QuantizedLinear], max_rows: int) -> Iterator[None]:
     """For a while, multiply by codes up to so many rows: 0 for numbers always."""
@@ -105,7 +110,7 @@ def measure_peaks(llm: LLM, name: str) -> DeviceSpec:
     in_codes = [linear for linear in linears if isinstance(linear, QuantizedLinear) and linear.max_code_rows != ANY_ROWS]
     bytes_per_s, flops_per_s = measure_read_bytes_per_s(), measure_flops_per_s(decoder.dtype)
     with by_codes(in_codes, 0):
-        layers_s = {rows: measure_products_s(linears, rows, decoder.dtype) for rows in ROWS}
+        layers_s = {rows: measure_layers_s(decoder, rows) for rows in ROWS}
     rates = {rows: 2 * rows * num_weights / layers_s[rows] for rows in ROWS}
     flops_per_s = max(flops_per_s, *rates.values())
     read_bytes = _bytes_read_in_numbers(stored_bytes, num_weights, _keep_copies(in_codes)) if in_codes else stored_bytes

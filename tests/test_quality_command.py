@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from minserve import cli
-from minserve.quality_command import as_dict
+from minserve.quality_command import as_dict, subjects_of
 from minserve.quantize.quality import measure
 from minserve.quantize.subjects import Scheme
 from tests.quantize.small import SAMPLE, small_model
@@ -34,6 +34,33 @@ def test_the_command_prints_and_writes(model_dir: str, tmp_path: Path, capsys: p
     assert written["settings"]["seed"] == 0 and written["versions"]["torch"]
 
 
+def test_weights_are_measured_by_their_recipes(model_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, path = tmp_path / "text.txt", tmp_path / "quality.json"
+    text.write_text("A text of one's own is read in place of the project's. " * 10, encoding="utf-8")
+    words = "int8,gptq-int4:no-order,documents=2,tokens=64,int8-tensor"
+    asked = ["--weights", words, "--text", str(text), "--reference", "fp32", "--fast", "--json", str(path)]
+    assert cli.main(["quality", "--model", model_dir, *asked, *FEW]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("weights") and "agreement (" not in lines[2]
+    written = json.loads(path.read_text(encoding="utf-8"))["qualities"]
+    assert [quality["weights"] for quality in written] == ["int8", "gptq-int4:no-order,documents=2,tokens=64", "int8-tensor"]
+    assert written[0]["agreement"] == {"value": None, "low": None, "high": None}
+
+
+@pytest.mark.parametrize(
+    ("weights", "cache", "expected"),
+    [
+        (None, None, [(None, "fp8"), (None, "int8"), (None, "int4")]),
+        ("int8,awq-int4:clip", None, [("int8", None), ("awq-int4:clip", None)]),
+        ("int8", "bf16,int4", [("int8", "bf16"), ("int8", "int4")]),
+    ],
+)
+def test_every_format_of_weights_meets_every_format_of_the_cache(
+    weights: str | None, cache: str | None, expected: list[tuple[str | None, str | None]]
+) -> None:
+    assert [(subject.weights, subject.kv_cache_dtype) for subject in subjects_of(weights, cache)] == expected
+
+
 def test_outliers_are_an_option(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quality", "--model", model_dir, "--kv-cache-dtype", "bf16", "--outliers", "32", *FEW]) == 0
     assert "with outliers x32" in capsys.readouterr().out
@@ -42,6 +69,8 @@ def test_outliers_are_an_option(model_dir: str, capsys: pytest.CaptureFixture[st
 def test_mistakes_are_one_line(model_dir: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quality", "--model", model_dir, "--kv-cache-dtype", "int5", *FEW]) == 1
     assert "'int5' is not known" in capsys.readouterr().err
+    assert cli.main(["quality", "--model", model_dir, "--weights", "int4:order", *FEW]) == 1
+    assert "int4:order: option 'order' is not one of rtn's" in capsys.readouterr().err
     assert cli.main(["quality", "--model", model_dir, "--documents", "9999"]) == 1
     assert "9999 were asked for" in capsys.readouterr().err
 

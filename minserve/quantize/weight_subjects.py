@@ -17,12 +17,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from minserve.model.quantized_checkpoint import open_checkpoint
 from minserve.model.quantized_weight import QuantizedWeight
 from minserve.model.weights import Weights
 from minserve.quantize.calibration import quantize_model
 from minserve.quantize.recipe import Recipe
 from minserve.quantize.rtn import RoundedWeights
+from minserve.quantize.serving import open_weights
 from minserve.quantize.subjects import OpenModel
 from minserve.sim.weight_formats import PLAIN_WEIGHTS, WeightFormat, parse_weights
 
@@ -72,7 +72,7 @@ def open_subject(model: OpenModel, weights: "str | WeightScheme") -> Weights:
     if isinstance(weights, WeightScheme):
         return TriedWeights(model.open_weights(), weights, model.config.tied_embeddings)
     if _is_checkpoint(weights):
-        return open_checkpoint(Path(weights).expanduser())
+        return open_weights(Path(weights).expanduser(), progress=False)
     recipe = Recipe.parse(weights)
     if recipe.fmt.method == "rtn":
         return RoundedWeights(model.open_weights(), recipe.fmt, recipe.head_bits, model.config.tied_embeddings)

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from minserve.quantize.quality import Quality, Sample, Subject, measure, measure_all, measure_each, table
 from minserve.quantize.subjects import OpenModel, Scheme
 from minserve.quantize.weight_subjects import WeightScheme, parse_weight_subject
-from minserve.quantize.writing import num_agreeing
 from tests.model.tiny_net import full_logits
 from tests.quantize.small import SAMPLE, TEXTS, small_model
 from tests.tiny_model import save_tiny_model
@@ -67,12 +66,6 @@ def test_logits_that_are_not_numbers_are_infinitely_wrong() -> None:
     found = measure(small_model(), NAN, reference="fp32", sample=SAMPLE)
     assert found.perplexity.value == found.kl.value == found.perplexity_ratio.value == math.inf
     assert found.same_best.value == found.agreement.value == found.task_score.value == 0
-
-
-def test_texts_agree_up_to_the_first_difference() -> None:
-    assert num_agreeing([1, 2, 3], [1, 2, 3]) == 3
-    assert num_agreeing([1, 2, 3], [1, 2]) == 2
-    assert num_agreeing([1, 2, 3], [9, 2, 3]) == 0
 
 
 def test_tasks_are_counted_by_kind_and_paired(qualities: dict[str, Quality]) -> None:

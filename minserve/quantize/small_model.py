@@ -26,8 +26,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from minserve.quantize.prose import SECTION, own_prose
+from minserve.quantize.walk import HELD_OUT
 
-HELD_OUT = ("01_memory_bound.ipynb", "06_scheduler.ipynb")
 HELD_OUT_FILE = "held_out.txt"
 END = "<end>"
 SHAPE = {

@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from minserve.quantize.prose import documents, own_prose
-from minserve.quantize.small_model import HELD_OUT, HELD_OUT_FILE, make, split
+from minserve.quantize.small_model import HELD_OUT_FILE, make, split
 from minserve.quantize.subjects import OpenModel
+from minserve.quantize.walk import HELD_OUT
 from tests.quantize.small import logits_of
 
 

@@ -136,6 +136,17 @@ def test_experts_on_a_cpu() -> None:
     assert everybody.num_bytes == pytest.approx(2 * (MIXTRAL.num_parameters - 2 * 32_000 * 4096) + MIXTRAL.head_bytes("int4"))
 
 
+def test_the_law_of_one_format_predicts_another() -> None:
+    """Two Zen 4 cores, all layers of the 135M, ms: the rates are those of int4 at 1 and 16 rows, and int8 is within a quarter."""
+    codes = SMOL.layer_bytes("int4")
+    zen = replace(CPU, bytes_per_s=codes / 4.4e-3, code_read_share=1.0, code_row_bytes_per_s=16 * codes / 24.9e-3, max_code_rows=16)
+    for name, measured_ms in (("int4", {1: 4.4, 2: 5.1, 4: 7.4, 8: 13.1, 16: 24.9}), ("int8", {1: 7.8, 2: 9.3, 4: 14.7, 8: 26.8, 16: 50})):
+        stored = StoredWeights(SMOL, zen, name, 8, 1)
+        for rows, ms in measured_ms.items():
+            made = stored.products(rows, 0)
+            assert 1e3 * max(made.by_bytes_s, made.by_flops_s) == pytest.approx(ms, rel=0.25), (name, rows)
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 

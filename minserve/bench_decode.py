@@ -13,6 +13,7 @@ Taught in notebook 09.
 """
 
 import json
+import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,8 @@ def main(
         described = {name: llm.describe() for name, llm in llms.items()}
     print(table(found))
     if json_path:
-        result = {"bytes_per_s": bytes_per_s, "threads": threads, "torch": torch.__version__, "num_rounds": num_rounds, "steps": num_steps}
+        result = {"date": time.strftime("%Y-%m-%d"), "machine": f"{platform.machine()}, {platform.system()}", "torch": torch.__version__}
+        result |= {"threads": threads, "bytes_per_s": bytes_per_s, "num_rounds": num_rounds, "steps": num_steps}
         result |= {"engines": described, "paces": [asdict(pace) for pace in found]}
         Path(json_path).write_text(json.dumps(result), encoding="utf-8")
     return found

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minserve.llm import LLM
 from minserve.model.decoder import Decoder
-from minserve.model.linear import Linear
+from minserve.model.linear import AnyLinear, Linear
 from minserve.model.runner import ModelRunner
 from minserve.sim.cost_model import CostModel
 from minserve.sim.devices import DeviceSpec
@@ -29,7 +29,7 @@ from tests.tiny_model import save_tiny_model
 NUM_BLOCKS = 256
 
 
-def parts_of(decoder: Decoder) -> Iterator[Tensor | Linear | None]:
+def parts_of(decoder: Decoder) -> Iterator[Tensor | AnyLinear | None]:
     yield from (decoder.embedding, decoder.norm, decoder.head, decoder.head.bias)
     for layer in decoder.layers:
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
@@ -44,6 +44,7 @@ def held_bytes(decoder: Decoder) -> int:
             places[id(part)] = part.num_bytes
             continue
         tensor = part._weight if isinstance(part, Linear) else part
+        assert tensor is None or isinstance(tensor, Tensor), "these models have no weights in codes"
         if tensor is not None:
             places[tensor.data_ptr()] = tensor.numel() * tensor.itemsize
     return sum(places.values())

@@ -213,20 +213,31 @@ def draw_speeds(
 
 
 def _free_point(ax: Axes, name: str, lines: Mapping[str, Points]) -> tuple[float, float]:
-    """The point of a line, with room for its name, that is farthest from all other lines."""
+    """The point of a line that is farthest from all other lines, of those above which its name has room. The limits must be set."""
+    others = [points for other, points in lines.items() if other != name]
+    dots = [_on_axes(ax, point) for points in others for point in points]
+
+    def has_room(point: tuple[float, float]) -> bool:
+        left, bottom = _on_axes(ax, point)
+        right, top = left + 0.02 * len(name), bottom + 0.09
+        return right < 1 and not any(left < x < right and bottom < y < top for x, y in dots)
 
     def distance(point: tuple[float, float]) -> float:
-        heights = (np.interp(point[0], *zip(*points, strict=True), left=np.inf, right=np.inf) for n, points in lines.items() if n != name)
+        heights = (np.interp(point[0], *zip(*points, strict=True), left=np.inf, right=np.inf) for points in others)
         return min((abs(float(height) - point[1]) for height in heights), default=0.0)
 
-    roomy = [point for point in lines[name] if ax.transLimits.transform(ax.transScale.transform(point))[0] < 0.7]
-    return max(roomy or lines[name][:1], key=distance)
+    return max(list(filter(has_room, lines[name])) or lines[name][:1], key=distance)
+
+
+def _on_axes(ax: Axes, point: tuple[float, float]) -> tuple[float, float]:
+    across, up = ax.transLimits.transform(ax.transScale.transform(point))
+    return float(across), float(up)
 
 
 def _name(ax: Axes, places: Mapping[str, tuple[float, float]], across: float, up: float) -> None:
     """A name beside each point, so far to the right and above, moved apart where they would lie on each other. The limits must be set."""
-    on_axes = [ax.transLimits.transform(ax.transScale.transform(place)) for place in places.values()]
-    ups = spread([float(height) + up for _, height in on_axes], gap=0.07)
+    on_axes = [_on_axes(ax, place) for place in places.values()]
+    ups = spread([height + up for _, height in on_axes], gap=0.07)
     for index, (name, height) in enumerate(zip(places, ups, strict=True)):
-        colour, left = deep(PALETTE[index % len(PALETTE)]), float(on_axes[index][0]) + across
+        colour, left = deep(PALETTE[index % len(PALETTE)]), on_axes[index][0] + across
         ax.text(left, height, name, transform=ax.transAxes, fontsize=SMALL_PT, color=colour, va="center", path_effects=HALO)

@@ -33,7 +33,7 @@ GROUPS = {"channel": None, "128": 128, "64": 64, "32": 32}  # inputs that share 
 ZEROS = ("in the middle", "where the group needs it")
 MODELS = ("llama-2-13b", "llama-3.1-8b", "llama-2-7b", "llama-2-70b", "qwen3-8b", "smollm2-1.7b", "smollm2-135m")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CONTEXT_TOKENS = 512  # of each request in a step
+CONTEXTS = (32, 64, 128, 512, 2048)  # tokens of each request in a step
 
 
 # --- a layer --------------------------------------------------------------------------------------
@@ -88,32 +88,37 @@ def weights_left(layer: LayerSample, format: WeightFormat) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeeds:
-    """Decode speeds as `minserve bench --decode` wrote them: format -> requests in a step -> output tokens/s."""
+    """Decode speeds as `minserve bench --decode` wrote them: format -> requests in a step -> output tokens/s, and the ratio to bf16's.
+
+    A ratio is of runs side by side, so it need not be that of the two medians.
+    """
 
     where: str
     device: DeviceSpec | None  # the machine as `minserve calibrate` knows it
     tokens_per_s: Mapping[str, Mapping[int, float]]
+    ratios: Mapping[str, Mapping[int, float]]
     model: str = "smollm2-135m"
 
     @classmethod
     def read(cls, recorded: Mapping[str, Any], device: DeviceSpec | None = None) -> "MeasuredSpeeds":
-        """From the JSON of the command, with `machine` and `date` added by whoever keeps it."""
+        """From the JSON of the command."""
         tokens_per_s: dict[str, dict[int, float]] = {}
+        ratios: dict[str, dict[int, float]] = {}
         for pace in recorded["paces"]:
             tokens_per_s.setdefault(pace["weights"], {})[pace["batch_size"]] = pace["tokens_per_s"]
-        return cls(f"{recorded['machine']}, {recorded['date']}", device, tokens_per_s)
+            ratios.setdefault(pace["weights"], {})[pace["batch_size"]] = pace["ratio"]
+        return cls(f"{recorded['date']}, {recorded['machine']}", device, tokens_per_s, ratios)
 
     def times_bf16(self, name: str) -> list[tuple[float, float]]:
-        """(batch, speed in units of that in bf16), for the batches that both were measured at; none for a format that was not."""
-        plain, own = self.tokens_per_s.get("bf16", {}), self.tokens_per_s.get(name, {})
-        return [(batch, own[batch] / plain[batch]) for batch in sorted(own.keys() & plain.keys())]
+        """(batch, speed in units of that in bf16); none for a format that was not measured."""
+        return sorted(self.ratios.get(name, {}).items())
 
 
 # --- the explorer ---------------------------------------------------------------------------------
 
 
 class WeightFormatExplorer(Explorer):
-    """Bits, group, zero, method, model, device, batch -> bytes, the error of a layer, decode speed.
+    """Bits, group, zero, method, model, device, batch, context -> bytes, the error of a layer, decode speed.
 
     `layer`: a real one; None: made up. `measured`: shown beside what is predicted for its model and device; its formats are the engine's
     names without the method, which changes codes and not bytes.
@@ -129,8 +134,9 @@ class WeightFormatExplorer(Explorer):
         self.model = choice("model", MODELS, MODELS[0])
         self.device = choice("device", self.devices, "a100-80gb")
         self.batch = places("requests in a step", BATCHES, batch)
+        self.context = places("context, tokens", CONTEXTS, 512)
         self._kept: dict[str, float] = {}  # format -> error of the layer; coming back to one costs nothing
-        super().__init__([self.bits, self.group, self.zero, self.method, self.model, self.device, self.batch])
+        super().__init__([self.bits, self.group, self.zero, self.method, self.model, self.device, self.batch, self.context])
 
     # --- numbers ----------------------------------------------------------------------------------
 
@@ -144,7 +150,7 @@ class WeightFormatExplorer(Explorer):
         shape, device = SHAPES[self.model.value], self.devices[self.device.value]
         plain, own = (CostModel(shape, device, weights=name) for name in ("bf16", self.format.name))
         self.weight_bytes = {"bf16": plain.weight_bytes, self.format.name: own.weight_bytes}
-        steps = [(batch, decode_work(batch, CONTEXT_TOKENS, shape.window)) for batch in BATCHES]
+        steps = [(batch, decode_work(batch, self.context.value, shape.window)) for batch in BATCHES]
         self.speeds = [(float(batch), plain.of(work).seconds / own.of(work).seconds) for batch, work in steps]
         self.step_s = own.of(dict(steps)[self.batch.value]).seconds
 
@@ -180,7 +186,7 @@ class WeightFormatExplorer(Explorer):
         others = ", ".join(f"{method} {error:.2%}" for method, error in self.errors.items() if method != self.format.method)
         return finding, (
             f"{self.model.value} on {self.device.value}: {size(own)} of weights where bf16 has {size(self.weight_bytes['bf16'])}; "
-            f"a step with {CONTEXT_TOKENS} tokens of context each takes {duration(self.step_s)}, "
+            f"a step with {self.context.value:,} tokens of context each takes {duration(self.step_s)}, "
             f"{number_text(self.predicted_tokens_per_s)} tokens/s. {self._measured_words()}"
             f"The errors are those of {self.layer.name}, at {self.bits_per_weight:.2f} bits a weight with scales and zeros; "
             f"by other methods: {others}."
@@ -190,8 +196,9 @@ class WeightFormatExplorer(Explorer):
         points = self.measured_speeds()
         if self.measured is None or not points:
             return ""
-        said = ", ".join(f"{speed:.2f} times bf16 with {batch:g}" for batch, speed in points)
-        return f"Measured ({self.measured.where}): {said}. "
+        tokens_per_s = self.measured.tokens_per_s[replace(self.format, method="rtn").name]
+        said = ", ".join(f"{tokens_per_s[int(batch)]:.0f} ({ratio:.2f} times bf16) with {batch:g}" for batch, ratio in points)
+        return f"Measured ({self.measured.where}), tokens/s: {said}. "
 
     def draw(self) -> Figure:
         figure = new_figure(3.1)

@@ -13,7 +13,7 @@ from minserve.bench_decode import Pace
 from minserve.lab import figures
 from minserve.lab.weight_formats import (
     BATCHES,
-    CONTEXT_TOKENS,
+    CONTEXTS,
     GROUPS,
     MODELS,
     ZEROS,
@@ -33,7 +33,8 @@ from tests.lab.boxes import boxes
 from tests.lab.test_charts import lines
 
 HERE = replace(DEVICES["t4"], name="two-cores")
-SPEEDS = MeasuredSpeeds("two cores", HERE, {"bf16": {1: 30.0, 16: 300.0}, "int4": {1: 60.0, 16: 290.0, 64: 400.0}})
+TOKENS_PER_S = {"bf16": {1: 30.0, 16: 300.0}, "int4": {1: 60.0, 16: 290.0}}
+SPEEDS = MeasuredSpeeds("two cores", HERE, TOKENS_PER_S, {"bf16": {1: 1.0, 16: 1.0}, "int4": {16: 0.97, 1: 2.0}})
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +77,11 @@ def test_what_is_left_is_what_the_quantizers_leave(layer: LayerSample) -> None:
 
 def test_speeds_are_read_from_what_the_bench_writes() -> None:
     runs = (("bf16", 1, 30.0), ("bf16", 16, 300.0), ("int4", 1, 60.0))
-    paces = [asdict(Pace(name, size, 1e3 * size / speed, speed, 1.0, 0.5, (1.0,))) for name, size, speed in runs]
+    paces = [asdict(Pace(name, size, 1e3 * size / speed, speed, speed / 31, 0.5, (1.0,))) for name, size, speed in runs]
     read = MeasuredSpeeds.read({"machine": "two cores", "date": "2026-11-30", "paces": paces}, HERE)
-    assert read.where == "two cores, 2026-11-30" and read.device is HERE
+    assert read.where == "2026-11-30, two cores" and read.device is HERE
     assert read.tokens_per_s == {"bf16": {1: 30.0, 16: 300.0}, "int4": {1: 60.0}}
-    assert read.times_bf16("int4") == [(1, 2.0)] and read.times_bf16("int8") == []
+    assert read.times_bf16("int4") == [(1, 60 / 31)] and read.times_bf16("int8") == []
 
 
 # --- the explorer ---------------------------------------------------------------------------------
@@ -94,11 +95,11 @@ def test_bytes_and_speeds_are_the_cost_model_s(
     explorer: WeightFormatExplorer, bits: int, group: str, zero: int, name: str, method: str
 ) -> None:
     explorer.bits.value, explorer.group.value, explorer.zero.value, explorer.method.value = bits, group, ZEROS[zero], method
-    explorer.batch.value = 16
+    explorer.batch.value, explorer.context.value = 16, 128
     name = name if method == "rtn" else f"{method}-{name}"
     assert explorer.format == parse_weights(name)
     plain, own = (CostModel(SHAPES["llama-2-13b"], DEVICES["a100-80gb"], weights=weights) for weights in ("bf16", name))
-    work = decode_work(16, CONTEXT_TOKENS)
+    work = decode_work(16, 128)
     assert explorer.weight_bytes == {"bf16": plain.weight_bytes, name: own.weight_bytes}
     assert explorer.speed == plain.of(work).seconds / own.of(work).seconds > 1.3
     assert explorer.predicted_tokens_per_s == pytest.approx(16 / own.of(work).seconds)
@@ -124,16 +125,25 @@ def test_awq_at_8_bits_is_refused_in_words(explorer: WeightFormatExplorer) -> No
 def test_measured_speeds_stand_beside_their_own_model_and_device_only(explorer: WeightFormatExplorer) -> None:
     assert explorer.measured_speeds() == [] and "Measured" not in explorer.text
     explorer.model.value, explorer.device.value = "smollm2-135m", "two-cores"
-    assert explorer.error is None and explorer.measured_speeds() == [(1, 2.0), (16, 290 / 300)]
-    assert "Measured (two cores): 2.00 times bf16 with 1, 0.97 times bf16 with 16." in explorer.text
+    assert explorer.error is None and explorer.measured_speeds() == [(1, 2.0), (16, 0.97)]
+    assert "Measured (two cores), tokens/s: 60 (2.00 times bf16) with 1, 290 (0.97 times bf16) with 16." in explorer.text
     explorer.method.value = "gptq"  # other codes, the same product
-    assert explorer.measured_speeds() == [(1, 2.0), (16, 290 / 300)]
+    assert explorer.measured_speeds() == [(1, 2.0), (16, 0.97)]
     explorer.group.value = "32"
     assert explorer.measured_speeds() == []
 
 
 def test_every_control_changes_numbers_and_sentence(explorer: WeightFormatExplorer) -> None:
-    controls = {"bits": 8, "group": "32", "zero": ZEROS[0], "method": "awq", "model": "llama-3.1-8b", "device": "h100", "batch": 64}
+    controls = {
+        "bits": 8,
+        "group": "32",
+        "zero": ZEROS[0],
+        "method": "awq",
+        "model": "llama-3.1-8b",
+        "device": "h100",
+        "batch": 64,
+        "context": 2048,
+    }
     for name, value in controls.items():
         control: Any = getattr(explorer, name)
         first, before = control.value, (numbers_of(explorer), explorer.caption.value)
@@ -151,7 +161,7 @@ def numbers_of(explorer: WeightFormatExplorer) -> dict[str, Any]:
 
 
 def test_every_choice_can_be_shown(explorer: WeightFormatExplorer) -> None:
-    for name, values in {"group": GROUPS, "model": MODELS, "device": explorer.devices, "batch": BATCHES}.items():
+    for name, values in {"group": GROUPS, "model": MODELS, "device": explorer.devices, "batch": BATCHES, "context": CONTEXTS}.items():
         control: Any = getattr(explorer, name)
         first = control.value
         for value in values:
@@ -168,7 +178,7 @@ def test_the_picture_shows_errors_and_speeds(layer: LayerSample) -> None:
     assert widths == pytest.approx([100 * error for error in explorer.errors.values()], abs=1e-4)
     assert [np.asarray(line).tolist() for line in lines(right)[:2]] == [
         [list(point) for point in explorer.speeds],
-        [[1, 2.0], [16, 290 / 300]],
+        [[1, 2.0], [16, 0.97]],
     ]
     bundle = explorer._repr_mimebundle_()
     assert bundle["text/plain"] == explorer.text and bundle["image/png"]

@@ -56,7 +56,7 @@ def make_chains(kind: str, num_chains: int = 48, num_steps: int = NUM_STEPS, see
     """The same seed gives the same chains.
 
     >>> make_chains("count", 1, 3)[0]
-    Chain(prompt='55, 60, 65, 70,', steps=('75', '80', '85'))
+    Chain(prompt='35, 45, 55, 65, 75, 85,', steps=('95', '105', '115'))
     """
     rng = random.Random(f"{seed} {kind}")
     return [KINDS[kind](rng, num_steps) for _ in range(num_chains)]

@@ -10,7 +10,6 @@ Taught in notebook 00.
 """
 
 import gc
-import math
 import sys
 import threading
 from collections.abc import Generator, Mapping, Sequence
@@ -253,8 +252,8 @@ class LLM:
                 return
             self._refuse_when_closed()
             output = self.engine.step()
-            if not self.engine.trace.steps[-1].tokens and self.engine.wake_s < math.inf:  # the policy waits for more to come
-                self.engine.clock.wait_until(self.engine.wake_s)
+            if self.engine.is_held_up:  # the policy waits for more to come
+                self.engine.wait()
             for ready, token_id in output.tokens:
                 live = self._live.get(ready.request_id)
                 if live is not None:

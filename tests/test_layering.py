@@ -41,6 +41,7 @@ CORE_ORDER = (
     "clock",
     "prefix_cache",
     "block_manager",
+    "pressure",
     "policies",
     "scheduler",
     "snapshot",

@@ -41,8 +41,9 @@ class ScheduledRequest:
 class ScheduledBatch:
     """What one step computes. Copies (source block, target block) are carried out before anything is written.
 
-    `decisions` says in words why requests start, wait or give way: (request id, words). The two counts of
-    blocks are those of the pool while the step runs: a request that ends with it still holds its blocks.
+    `decisions` says in words why requests start, wait or give way: (request id, words). The counts of blocks
+    and slots are those of the pool while the step runs: a request that ends with it still holds its blocks.
+    `shed` are the requests that the policy has sent away: they have ended, and the step reports them.
     """
 
     step: int
@@ -52,6 +53,8 @@ class ScheduledBatch:
     num_hit_tokens: int = 0
     num_used_blocks: int = 0
     num_idle_blocks: int = 0
+    num_empty_slots: int = 0
+    shed: tuple[Request, ...] = ()
     decisions: tuple[tuple[str, str], ...] = ()
 
     @property

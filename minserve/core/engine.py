@@ -201,7 +201,7 @@ class Engine:
     @property
     def wake_s(self) -> float:
         """When the policy will let somebody start though nobody comes or goes; infinity: never."""
-        return self.scheduler.policy.wake_s(self.scheduler.waiting)
+        return self.scheduler.policy.wake_s(self.scheduler.moment(self.clock.now()))
 
     def run(
         self,
@@ -227,14 +227,19 @@ class Engine:
                 for request in ended:
                     for arrival in then(request, self.clock.now()) if then else ():
                         insort(todo, arrival, key=_time_of)
-                record = self.trace.steps[-1]
-                if record.tokens or record.preempted or not self.has_work:
+                if not self.is_held_up:
                     continue
-            self._wait(todo[0][0] if todo else math.inf)
+            self.wait(todo[0][0] if todo else math.inf)
         return finished
 
-    def _wait(self, next_arrival_s: float) -> None:
-        """Nothing can run before somebody comes or the policy changes its mind."""
+    @property
+    def is_held_up(self) -> bool:
+        """The last step came to nothing though somebody waits: another one at once would too."""
+        record = self.trace.steps[-1]
+        return self.has_work and not record.tokens and not record.preempted
+
+    def wait(self, next_arrival_s: float = math.inf) -> None:
+        """Nothing can run before somebody comes or the policy changes its mind. EngineStalled: never."""
         wake_s = self.wake_s if self.has_work else math.inf
         until_s = min(next_arrival_s, wake_s if wake_s > self.clock.now() else math.inf)
         if until_s < math.inf:

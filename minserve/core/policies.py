@@ -3,7 +3,9 @@
 A policy orders requests: the scheduler serves the smallest first and, when blocks run out, takes the largest
 running request out. And it opens the door: `candidates` names those of the waiting who may start now. Whether
 there are tokens and blocks for them is the scheduler's business. The order must not change while a request
-lives, and no two requests may share a place in it.
+lives, and no two requests may share a place in it. A policy may also make a step smaller (`token_budget`),
+and send away whom it cannot serve well (`shed`). It is asked once a step, before anything of the step is
+done, so a policy that raises leaves the engine as it was.
 
 The three classic ways of batching are three doors: always open; open when nobody is inside; open when nobody
 is inside and either enough people or the first of them has waited long enough.
@@ -13,9 +15,23 @@ Taught in notebooks 03 and 06 (and, with more policies, in notebook 10).
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from minserve.core.pressure import Pressure
 from minserve.core.request import Request, RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a policy sees when it is asked: the time, the two queues, the memory."""
+
+    time_s: float  # of the engine's clock
+    waiting: Sequence[Request]  # in the policy's order
+    running: Sequence[Request]
+    pressure: Pressure
+    token_budget: int  # most tokens of a step, as the engine is configured
+    max_running: int
 
 
 class Policy(Protocol):
@@ -25,19 +41,25 @@ class Policy(Protocol):
         """Place in the line: smaller is served earlier and given up later."""
         ...
 
-    def candidates(
-        self, waiting: Sequence[Request], running: Sequence[Request], now_s: float
-    ) -> Sequence[Request]:
-        """Those of the waiting (in the policy's order) who may start now, in the order to try them."""
+    def candidates(self, now: Moment) -> Sequence[Request]:
+        """Those of the waiting who may start now, in the order to try them."""
         ...
 
-    def wake_s(self, waiting: Sequence[Request]) -> float:
+    def wake_s(self, now: Moment) -> float:
         """When `candidates` will say more though nobody comes or goes; infinity: never."""
+        ...
+
+    def token_budget(self, now: Moment) -> int:
+        """Most tokens of this step; what is above the engine's own budget is cut."""
+        ...
+
+    def shed(self, now: Moment) -> Sequence[tuple[Request, str]]:
+        """Those of the waiting who are sent away unserved, each with the reason in words."""
         ...
 
 
 class FirstComeFirstServed:
-    """Continuous batching: the door is always open.
+    """Continuous batching: the door is always open, and nobody is sent away.
 
     By priority (lower first), then by arrival. A preempted request keeps its place, so newcomers don't
     overtake it.
@@ -46,13 +68,17 @@ class FirstComeFirstServed:
     def order(self, request: Request) -> tuple[float, ...]:
         return (request.priority, request.arrival_s, request.order)
 
-    def candidates(
-        self, waiting: Sequence[Request], running: Sequence[Request], now_s: float
-    ) -> Sequence[Request]:
-        return waiting
+    def candidates(self, now: Moment) -> Sequence[Request]:
+        return now.waiting
 
-    def wake_s(self, waiting: Sequence[Request]) -> float:
+    def wake_s(self, now: Moment) -> float:
         return math.inf
+
+    def token_budget(self, now: Moment) -> int:
+        return now.token_budget
+
+    def shed(self, now: Moment) -> Sequence[tuple[Request, str]]:
+        return ()
 
 
 class StaticBatches(FirstComeFirstServed):
@@ -68,17 +94,15 @@ class StaticBatches(FirstComeFirstServed):
         self.size = size
         self._batch: Sequence[Request] = ()
 
-    def candidates(
-        self, waiting: Sequence[Request], running: Sequence[Request], now_s: float
-    ) -> Sequence[Request]:
+    def candidates(self, now: Moment) -> Sequence[Request]:
         if all(request.is_finished for request in self._batch):
-            self._batch = tuple(waiting[: self.size]) if self.is_ready(waiting, now_s) else ()
+            self._batch = tuple(now.waiting[: self.size]) if self.is_ready(now) else ()
         # A batch may take several steps to start, and a preempted member comes back into it.
         return [request for request in self._batch if request.status is RequestStatus.WAITING]
 
-    def is_ready(self, waiting: Sequence[Request], now_s: float) -> bool:
+    def is_ready(self, now: Moment) -> bool:
         """Whether a batch may start with those who wait, now that nobody runs."""
-        return bool(waiting)
+        return bool(now.waiting)
 
 
 class TimeoutBatches(StaticBatches):
@@ -90,8 +114,8 @@ class TimeoutBatches(StaticBatches):
             raise ValueError(f"a batch waits a finite time of at least 0 s, got wait_s {wait_s}")
         self.wait_s = wait_s
 
-    def is_ready(self, waiting: Sequence[Request], now_s: float) -> bool:
-        return len(waiting) >= self.size or self.wake_s(waiting) <= now_s
+    def is_ready(self, now: Moment) -> bool:
+        return len(now.waiting) >= self.size or self.wake_s(now) <= now.time_s
 
-    def wake_s(self, waiting: Sequence[Request]) -> float:
-        return min((request.arrival_s for request in waiting), default=math.inf) + self.wait_s
+    def wake_s(self, now: Moment) -> float:
+        return min((request.arrival_s for request in now.waiting), default=math.inf) + self.wait_s

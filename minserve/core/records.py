@@ -32,6 +32,7 @@ class StepRecord:
     num_hit_tokens: int  # taken over instead of computed: prefix hits and forks
     preempted: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()
+    num_empty_slots: int = 0  # of the used blocks: nothing is stored in them yet
 
     @property
     def elapsed_s(self) -> float:

@@ -42,6 +42,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, the model's limit or the pool's limit
     ABORT = "abort"  # the caller gave up
     ERROR = "error"  # the step failed, or the model produced NaN
+    SHED = "shed"  # the policy sent it away unserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,17 @@ Taught in notebook 06.
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minserve.core.batch import ScheduledBatch, ScheduledRequest, StepResult
 from minserve.core.block_manager import BlockManager, Share
-from minserve.core.policies import FirstComeFirstServed, Policy
+from minserve.core.policies import FirstComeFirstServed, Moment, Policy
+from minserve.core.pressure import Pressure, take_pressure
 from minserve.core.request import FinishReason, InvalidRequest, Request, RequestStatus, RequestTooLong
+
+
+class InvalidPolicy(ValueError):
+    """A policy answered what a scheduler cannot do; the message names the policy and the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +150,33 @@ class Scheduler:
 
     # --- planning a step -------------------------------------------------------------------------
 
+    def moment(self, now_s: float) -> Moment:
+        """What the policy sees now."""
+        config = self.config
+        return Moment(
+            now_s, self.waiting, self.running, self.pressure(), config.token_budget, config.max_running
+        )
+
+    def pressure(self) -> Pressure:
+        """How full the pool is, and how many requests run and wait."""
+        return take_pressure(self.blocks, self.running, len(self.waiting))
+
     def schedule(self, now_s: float) -> ScheduledBatch:
-        """Hand out this step's tokens and blocks. An empty batch means that nothing can run now."""
-        plan = _Plan(self.config.token_budget)
+        """Hand out this step's tokens and blocks. An empty batch means that nothing can run now.
+
+        Raises InvalidPolicy, with nothing changed, if the policy answers what cannot be done.
+        """
+        plan, shed, candidates = self._ask_policy(self.moment(now_s))
+        for request, reason in shed:
+            self.finish(request, FinishReason.SHED, reason)
+            plan.note(request, f"is sent away: {reason}")
         self._continue_running(plan)
         # Only now can nobody be taken out of the step any more: blocks that it fills may be found, even by
         # requests admitted below, since a step writes keys and values before it reads them.
         for row in plan.rows.values():
             self.blocks.commit(row.request, row.end)
         if not plan.preempted:
-            self._admit_waiting(plan, now_s)
+            self._admit_waiting(plan, candidates)
         self._num_steps += 1
         return ScheduledBatch(
             step=self._num_steps - 1,
@@ -164,8 +186,43 @@ class Scheduler:
             num_hit_tokens=plan.num_hit_tokens,
             num_used_blocks=self.blocks.num_used_blocks,
             num_idle_blocks=self.blocks.num_idle_blocks,
+            num_empty_slots=self._num_empty_slots(plan),
+            shed=tuple(request for request, _ in shed),
             decisions=tuple(plan.decisions),
         )
+
+    def _num_empty_slots(self, plan: _Plan) -> int:
+        """Slots of the running that this step leaves empty; a block table ends with its tokens."""
+        rows, size = plan.rows, self.blocks.block_size
+        ends = (
+            rows[r.request_id].end if r.request_id in rows else r.num_computed_tokens for r in self.running
+        )
+        return sum(-end % size for end in ends)
+
+    def _ask_policy(self, now: Moment) -> tuple[_Plan, Sequence[tuple[Request, str]], Sequence[Request]]:
+        """An empty plan with the step's budget, who is sent away, and who may start."""
+        shed = tuple(self.policy.shed(now))
+        if shed:
+            gone = [request for request, _ in shed]
+            self._require_waiting(gone, "sends away")
+            now = replace(now, waiting=[request for request in now.waiting if request not in gone])
+        candidates = self.policy.candidates(now)
+        if candidates is not now.waiting:  # most policies name all, and the line may be long
+            candidates = tuple(candidates)
+            self._require_waiting(candidates, "lets start")
+        budget = self.policy.token_budget(now)
+        if budget < 1:
+            name = type(self.policy).__name__
+            raise InvalidPolicy(f"{name} gives a step {budget} tokens, at least 1 is needed")
+        return _Plan(min(budget, self.config.token_budget)), shed, tuple(candidates)
+
+    def _require_waiting(self, requests: Sequence[Request], verb: str) -> None:
+        name = type(self.policy).__name__
+        for request in requests:
+            if request.status is not RequestStatus.WAITING:
+                raise InvalidPolicy(f"{name} {verb} {request.request_id}, which is {request.status}")
+        if len({request.request_id for request in requests}) < len(requests):
+            raise InvalidPolicy(f"{name} {verb} one request twice: {[r.request_id for r in requests]}")
 
     def _continue_running(self, plan: _Plan) -> None:
         for request in sorted(self.running, key=lambda r: (r.num_missing_tokens > 1, self.policy.order(r))):
@@ -219,8 +276,7 @@ class Scheduler:
 
     # --- admission -------------------------------------------------------------------------------
 
-    def _admit_waiting(self, plan: _Plan, now_s: float) -> None:
-        candidates = tuple(self.policy.candidates(self.waiting, self.running, now_s))
+    def _admit_waiting(self, plan: _Plan, candidates: Sequence[Request]) -> None:
         if self.waiting and not candidates:
             plan.note(self.waiting[0], "waits: the policy lets nobody start now")
         promised = sum(map(self._num_promised, self.running))
@@ -304,7 +360,7 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, result: StepResult) -> StepOutput:
         """Apply a step's result: count what was computed, append tokens, end what is done."""
         tokens: list[tuple[Request, int]] = []
-        finished: list[Request] = []
+        finished: list[Request] = list(batch.shed)
         for row in batch.rows:
             request = row.request
             if request.status is not RequestStatus.RUNNING:
@@ -334,7 +390,7 @@ class Scheduler:
         failed = tuple(row.request for row in batch.rows if not row.request.is_finished)
         for request in failed:
             self.finish(request, FinishReason.ERROR, error)
-        return StepOutput(finished=failed)
+        return StepOutput(finished=batch.shed + failed)
 
     def check(self) -> None:
         """The conservation laws of blocks and queues. Raises AssertionError, with the numbers."""

@@ -82,6 +82,7 @@ class Trace:
                 num_hit_tokens=batch.num_hit_tokens,
                 preempted=batch.preempted_ids,
                 finished=tuple(request.request_id for request in output.finished),
+                num_empty_slots=batch.num_empty_slots,
             )
         )
         if self._keep_snapshots:

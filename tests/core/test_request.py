@@ -103,6 +103,6 @@ def test_two_requests_are_never_equal_and_have_seeds_of_their_own():
 
 
 def test_reasons_are_plain_strings():
-    assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error"]
+    assert [str(r) for r in FinishReason] == ["stop", "length", "abort", "error", "shed"]
     assert FinishReason.STOP == "stop"
     assert TokenLogprob(5, -0.5).top == ()

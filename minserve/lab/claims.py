@@ -5,7 +5,7 @@ one to a number. `claims.json` says of each claim, in our own words: what is sai
 sources, before anything was run), the number that decides, and which notebooks examine it. The notebooks' own runs have the last word:
 where one disagrees, the data is changed on purpose, never in passing.
 
-Invariant: every claim has exactly one verdict, one deciding number and at least one notebook.
+Invariant: every claim has exactly one verdict, one deciding number and at least one notebook; `open` says why no run has decided it yet.
 
 Taught in notebook 00.
 """
@@ -42,6 +42,7 @@ class Claim:
     notebooks: tuple[str, ...]
     statement: str
     decides: str
+    open: str = ""  # why no notebook has decided it yet
 
 
 def _load() -> Mapping[str, Claim]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from minserve.lab.claims import CLAIMS, Claim, Verdict
 from minserve.lab.notebook import lines_of
@@ -78,28 +79,34 @@ def read_runs(notebook: Path) -> list[Run]:
     """The verdicts in the outputs of an executed notebook. Raises ValueError for a file that is not one."""
     number, _, _ = notebook.stem.partition("_")
     try:
-        return [Run(number, *fields) for fields in lines_of(json.loads(notebook.read_text(encoding="utf-8")), "claim")]
+        lines = lines_of(json.loads(notebook.read_text(encoding="utf-8")), "claim")
+        return [Run(number, *fields) for fields in lines]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{notebook.name} is not a notebook with verdicts: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{notebook.name} is not a notebook with verdicts: {reason}") from error
 
 
 def read_board(folder: Path) -> list[Row]:
     """A row for each of the 139 claims, from the numbered notebooks of a folder."""
     runs = [run for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")) for run in read_runs(path)]
-    return [Row(claim, tuple(run for run in runs if run.claim_id == claim.id)) for claim in CLAIMS.values()]
+    by_claim = {claim_id: tuple(run for run in runs if run.claim_id == claim_id) for claim_id in CLAIMS}
+    return [Row(claim, by_claim[claim.id]) for claim in CLAIMS.values()]
 
 
 def faults_of(board: Iterable[Row]) -> list[str]:
-    """What is wrong with a board, in words: no record, a record of an open claim, a verdict that the data does not have."""
+    """What is wrong with a board: no record, one of an open claim, another verdict than the data's."""
     faults = []
     for row in board:
-        if not row.runs and not row.claim.open:
-            faults.append(f"{row.claim.id} has neither a record nor the word {OPEN!r}")
-        if row.runs and row.claim.open:
-            faults.append(f"{row.claim.id} is {OPEN} in the data, and notebook {row.runs[-1].notebook} has decided it")
+        claim = row.claim
+        if not row.runs and not claim.open:
+            faults.append(f"{claim.id} has neither a record nor the word {OPEN!r}")
+        if row.runs and claim.open:
+            where = f"notebook {row.runs[-1].notebook}"
+            faults.append(f"{claim.id} is {OPEN} in the data, and {where} has decided it")
         for run in row.runs:
-            if run.verdict != row.claim.verdict:
-                faults.append(f"{row.claim.id}: notebook {run.notebook} says {run.verdict}, the data {row.claim.verdict}")
+            if run.verdict != claim.verdict:
+                where = f"notebook {run.notebook}"
+                faults.append(f"{claim.id}: {where} says {run.verdict}, the data {claim.verdict}")
     return faults
 
 
@@ -131,6 +138,7 @@ def picture(board: Sequence[Row], title: str) -> Figure:
             add_boxes(ax, boxes, COLOURS[verdict] if verdict else GREY, HATCHES[verdict] if verdict else None, edge="white")
     ax.set_yticks([-level for level in range(len(notebooks))], notebooks)
     ax.set_xlim(0, max(Counter(places.values()).values()) + 0.5)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_ylim(-len(notebooks) + 0.4, 0.6)
     names = {**{verdict.value: COLOURS[verdict] for verdict in Verdict}, OPEN: GREY}
     counts = count_states(board)

@@ -43,6 +43,7 @@ CORE_ORDER = (
     "block_manager",
     "pressure",
     "policies",
+    "feedback",
     "scheduler",
     "snapshot",
     "records",

@@ -17,7 +17,7 @@ from minserve.core.request import Request
 
 
 class FreeBlocksFeedback(FirstComeFirstServed):
-    """Below `low`, a share of free blocks, nobody enters until it is back at `high`; prompts slow down between.
+    """With less than the share `low` of the blocks free, nobody enters until `high` is; prompts slow down.
 
     Two marks and not one, so that the door does not flutter. The token budget falls with the free share below
     `high`, but leaves room for a token of everybody who runs.
@@ -32,13 +32,13 @@ class FreeBlocksFeedback(FirstComeFirstServed):
         self._is_open = True
 
     def candidates(self, now: Moment) -> Sequence[Request]:
-        free_share = 1 - now.pressure.used_share
+        free_share = now.pressure.num_free_blocks / now.pressure.num_blocks
         self._is_open = free_share >= (self.low if self._is_open else self.high)
         return now.waiting if self._is_open or not now.running else ()
 
     def token_budget(self, now: Moment) -> int:
-        free_share = 1 - now.pressure.used_share
-        wanted = int(now.token_budget * min(1.0, free_share / self.high))
+        scarcity = now.pressure.num_free_blocks / (self.high * now.pressure.num_blocks)
+        wanted = int(now.token_budget * min(1.0, scarcity))
         return max(wanted, len(now.running), 1)
 
 

@@ -1,0 +1,212 @@
+"""The arena: a policy of one's own, five loads, one scorecard.
+
+A policy is a class with one or two methods of `FirstComeFirstServed` replaced; twenty lines are plenty:
+
+    class ShortPromptsFirst(FirstComeFirstServed):
+        def order(self, request):
+            return (request.num_prompt_tokens, request.arrival_s, request.order)
+
+    print(play(ShortPromptsFirst))
+
+Why: whether an idea about serving is any good is not a matter of words. It runs here on the engine's own scheduler, against the
+policies that are in use, on loads that it cannot know.
+
+A policy is played with every seed that is published, and with one that is not; it is told apart from a cheat by what it decides:
+
+    touching requests, naming others     it is shown views, read-only                              (arena_guard.py)
+    dropping, starving                   whom it sends away it gives a reason; nobody waits while nothing runs
+    luck of the clock                    the same world again must bring the same decisions
+    reading the future                   in a world that is the same up to some second, all decisions before it must be the same
+    knowing the answers                  when a request starts must not go with how long its answer will be: nobody knows that yet
+
+Sending requests away is allowed. It costs goodput and fairness.
+
+Invariant: a card is a pure function of policy, traces and seeds, to the last digit.
+
+Taught in notebook 10.
+"""
+
+import inspect
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from minserve.core.engine import EngineStalled
+from minserve.core.policies import FirstComeFirstServed, Policy, StaticBatches, TimeoutBatches
+from minserve.core.scheduler import InvalidPolicy
+from minserve.core.trace import Trace
+from minserve.lab.arena_guard import Cheat, Entry, Guard, first_difference
+from minserve.lab.arena_score import ANSWERED, Row, Scorecard, score
+from minserve.lab.arena_score import jain as jain  # whoever plays finds everything here
+from minserve.lab.arena_score import ranking as ranking
+from minserve.lab.arena_traces import TRACES as TRACES
+from minserve.lab.arena_traces import ArenaTrace, Slo, arena_cost
+
+SEEDS = (1,)  # published
+SPLITS = (0.35, 0.7)  # of a run: where the future is exchanged
+MOST_Z = 6.0  # standard deviations; by chance an honest policy exceeds that once in 500 million cards
+
+# A class, or whatever makes a fresh policy; one that takes an argument is given the trace's limits.
+Maker: TypeAlias = Callable[[], Policy] | Callable[[Slo], Policy]
+
+BASELINES: Mapping[str, Maker] = {
+    "continuous": FirstComeFirstServed,
+    "static-16": lambda: StaticBatches(16),
+    "timeout-16": lambda: TimeoutBatches(16, 0.05),
+}
+
+
+def play(
+    policy: Maker | str,
+    traces: Iterable[str | ArenaTrace] = tuple(TRACES),
+    seeds: Sequence[int] = SEEDS,
+    *,
+    unseen_seed: int | None = None,
+    name: str | None = None,
+) -> Scorecard:
+    """Score a policy: a class, a function that makes one, or the name of a baseline.
+
+    `unseen_seed` is drawn by lot if it is not given; it is on the card. Raises what the policy raises, and InvalidPolicy.
+    """
+    maker = BASELINES[policy] if isinstance(policy, str) else policy
+    name = name or (policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__))
+    chosen = [TRACES[trace] if isinstance(trace, str) else trace for trace in traces]
+    unseen_seed = secrets.randbelow(2**31) if unseen_seed is None else unseen_seed
+    rows: list[Row] = []
+    try:
+        runs = [Contest(maker, trace, seed) for seed in seeds for trace in chosen]
+        rows = [run.row() for run in runs]
+        for run in runs:
+            run.refuse_clairvoyance()
+        refuse_known_answers(runs)
+        unseen = [Contest(maker, trace, unseen_seed) for trace in chosen]
+        refuse_known_answers(unseen)
+    except Cheat as cheat:
+        return Scorecard(name, tuple(rows), foul=str(cheat))
+    return Scorecard(name, tuple(rows), tuple(run.row() for run in unseen))
+
+
+def make_policy(maker: Maker, slo: Slo) -> Policy:
+    """A fresh policy. Raises TypeError for a policy that is already there: what it remembers would get from one run to the next."""
+    if not callable(maker):
+        raise TypeError(f"a class or a function that makes a policy is needed, got {maker!r}: write lambda: {type(maker).__name__}(...)")
+    make: Callable[..., Policy] = maker
+    needed = [p for p in inspect.signature(maker).parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    return make(slo) if needed else make()
+
+
+class Contest:
+    """One run of a policy on one trace with one seed, and what it decided."""
+
+    def __init__(self, maker: Maker, trace: ArenaTrace, seed: int):
+        self.maker, self.trace, self.seed, self.cost = maker, trace, seed, arena_cost()
+        self.num_requests = len(trace.world(seed))
+        self.run, self.entries = self._serve()
+        self._refuse_unanswered()
+
+    def row(self) -> Row:
+        return score(self.trace, self.seed, self.num_requests, self.run, self.cost)
+
+    def _serve(self, split_s: float = math.inf, stop_s: float = math.inf) -> tuple[Trace, list[Entry]]:
+        """Serve the world, or its beginning. Raises Cheat."""
+
+        def look(now_s: float) -> None:
+            if now_s >= stop_s:
+                raise _Seen
+
+        world = self.trace.world(self.seed, split_s)
+        guard = Guard(make_policy(self.maker, self.trace.slo), look)
+        engine = self.trace.engine(world, guard, self.cost)
+        try:
+            engine.run(world.arrivals(), world.then)
+        except _Seen:
+            pass
+        except EngineStalled as error:
+            raise Cheat(f"starves requests: on {self.trace.name}, at {engine.clock.now():.3f} s, {error}") from error
+        except InvalidPolicy as error:
+            raise InvalidPolicy(str(error).replace("Guard", guard.name, 1)) from error
+        return engine.trace, guard.entries
+
+    def _refuse_unanswered(self) -> None:
+        """Who was neither answered nor sent away with a reason was dropped by other means."""
+        fair = (*ANSWERED, "shed")
+        lost = [record.request_id for record in self.run.requests.values() if record.finish_reason not in fair]
+        if lost:
+            raise Cheat(f"drops requests: on {self.trace.name}, {len(lost)} were neither answered nor sent away, the first is {lost[0]}")
+
+    def refuse_clairvoyance(self) -> None:
+        """Compare with worlds that are the same up to some second. Raises Cheat."""
+        end_s = self.run.steps[-1].end_s
+        for share in SPLITS:
+            split_s = math.floor(1024 * share * end_s) / 1024
+            _, others = self._serve(split_s, stop_s=split_s)
+            words = first_difference(self.entries, others, split_s)
+            if words is None:
+                continue
+            _, again = self._serve(stop_s=split_s)
+            if (same := first_difference(self.entries, again, split_s)) is not None:
+                raise Cheat(f"cannot be reproduced: on {self.trace.name}, {same}; policies know no clock but now.time_s, and no chance")
+            raise Cheat(f"reads the future: on {self.trace.name}, in worlds that differ only from {split_s:.3f} s on, {words}")
+
+
+class _Seen(Exception):
+    """The part of a world that was wanted is over."""
+
+
+def refuse_known_answers(runs: Iterable[Contest]) -> None:
+    """Raises Cheat if requests with short (or long) answers were started sooner than chance can explain."""
+    found = [(run.trace.name, *known_answers(run.run)) for run in runs]
+    pooled = math.fsum(z for _, _, z in found) / math.sqrt(len(found)) if found else 0.0
+    name, correlation, z = max(found, key=lambda item: abs(item[2]), default=("", 0.0, 0.0))
+    if max(abs(z), abs(pooled)) > MOST_Z:
+        kind = "short" if (pooled if abs(pooled) > abs(z) else z) > 0 else "long"
+        raise Cheat(
+            f"knows answers that are not written yet: requests with {kind} answers are started first; on {name}, waiting time and answer "
+            f"length have a rank correlation of {correlation:.2f}, {abs(z):.1f} standard deviations from chance ({abs(pooled):.1f} in all)"
+        )
+
+
+def known_answers(run: Trace) -> tuple[float, float]:
+    """Rank correlation of a request's wait and its answer's length, and how many standard deviations from 0 that is.
+
+    Lengths are drawn apart from all that a server sees, so for an honest policy this is chance. Who was sent away has no length here.
+    """
+    records = [record for record in run.requests.values() if record.queue_s is not None and record.num_output_tokens]
+    waits, lengths = ([float(record.queue_s or 0.0) for record in records], [float(record.num_output_tokens) for record in records])
+    correlation = pearson(ranks(waits), ranks(lengths))
+    return correlation, correlation * math.sqrt(max(0, len(records) - 1))
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """Places in ascending order; those that are equal share the middle one.
+
+    >>> ranks([10.0, 30.0, 10.0, 20.0])
+    [0.5, 3.0, 0.5, 2.0]
+    """
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    places = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end < len(order) and values[order[end]] == values[order[start]]:
+            end += 1
+        for index in order[start:end]:
+            places[index] = (start + end - 1) / 2
+        start = end
+    return places
+
+
+def pearson(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Correlation of two lists; 0 where one of them is constant."""
+    if not xs:
+        return 0.0
+    mean_x, mean_y = math.fsum(xs) / len(xs), math.fsum(ys) / len(ys)
+    pairs = [(x - mean_x, y - mean_y) for x, y in zip(xs, ys, strict=True)]
+    spread = math.fsum(x * x for x, _ in pairs) * math.fsum(y * y for _, y in pairs)
+    return math.fsum(x * y for x, y in pairs) / math.sqrt(spread) if spread else 0.0
+
+
+def play_all(makers: Mapping[str, Maker] = BASELINES, **options: Any) -> list[Scorecard]:
+    """A card for each of several policies; the options are those of `play`."""
+    return [play(maker, name=name, **options) for name, maker in makers.items()]

@@ -52,6 +52,7 @@ class Summary:
     num_preemptions: int
     num_recomputed_tokens: int
     num_steps: int
+    num_shed: int = 0  # of num_finished: sent away unserved by the policy
 
 
 def summarize(requests: Iterable[RequestRecord], steps: Iterable[StepRecord]) -> Summary:
@@ -83,6 +84,7 @@ def summarize(requests: Iterable[RequestRecord], steps: Iterable[StepRecord]) ->
         num_preemptions=sum(r.num_preemptions for r in requests),
         num_recomputed_tokens=num_recomputed_tokens(steps),
         num_steps=len(steps),
+        num_shed=sum(r.finish_reason == FinishReason.SHED for r in requests),
     )
 
 

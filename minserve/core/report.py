@@ -47,10 +47,7 @@ def box(rows: Sequence[Sequence[str]]) -> str:
 
 def _rows(summary: Summary, num_blocks: int) -> list[tuple[str, str]]:
     return [
-        (
-            "requests",
-            f"{summary.num_finished:,} of {summary.num_requests:,} finished, in {summary.num_steps:,} steps",
-        ),
+        ("requests", _requests(summary)),
         ("prompt tokens", f"{summary.num_prompt_tokens:,}"),
         ("output tokens", f"{summary.num_output_tokens:,}"),
         (
@@ -64,6 +61,12 @@ def _rows(summary: Summary, num_blocks: int) -> list[tuple[str, str]]:
         ("prefix hits", f"{summary.num_hit_tokens:,} prompt tokens not computed again"),
         ("preemptions", f"{summary.num_preemptions}"),
     ]
+
+
+def _requests(summary: Summary) -> str:
+    num_served = summary.num_finished - summary.num_shed
+    away = f", {summary.num_shed:,} sent away" if summary.num_shed else ""
+    return f"{num_served:,} of {summary.num_requests:,} finished{away}, in {summary.num_steps:,} steps"
 
 
 def _ms(seconds: float | None) -> str:

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from minserve.core.metrics import summarize
+from minserve.core.records import RequestRecord
 from minserve.core.report import box, compare, table
+from minserve.core.request import FinishReason
 from tests.oracle import add_one, make_engine, run_checked
 
 
@@ -24,6 +26,18 @@ def test_a_table_has_the_numbers_of_the_run():
     assert cells["requests"].startswith("3 of 3 finished, in ")
     assert (cells["prompt tokens"], cells["output tokens"], cells["preemptions"]) == ("12", "15", "0")
     assert cells["KV blocks at peak"].endswith(" of 64") and cells["TPOT p50 / p99"] == "1,000 ms / 1,000 ms"  # a second a step
+
+
+def test_who_was_sent_away_is_not_counted_as_finished():
+    ended = {"stop": 2, "length": 1, "shed": 3}
+    records = [
+        RequestRecord(f"{reason}{i}", 0.0, 5, finished_s=1.0, finish_reason=FinishReason(reason))
+        for reason in ended
+        for i in range(ended[reason])
+    ]
+    summary = summarize([*records, RequestRecord("waits", 0.0, 5)], [])
+    assert (summary.num_requests, summary.num_finished, summary.num_shed) == (7, 6, 3)
+    assert "| 3 of 7 finished, 3 sent away, in 0 steps" in table(summary, 8)
 
 
 def test_runs_side_by_side_have_a_column_each():

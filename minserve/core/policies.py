@@ -8,14 +8,18 @@ and send away whom it cannot serve well (`shed`). It is asked once a step, befor
 done, so a policy that raises leaves the engine as it was.
 
 The three classic ways of batching are three doors: always open; open when nobody is inside; open when nobody
-is inside and either enough people or the first of them has waited long enough.
+is inside and either enough people or the first of them has waited long enough. The others here change one
+thing each: how many may be inside, who shares a batch, what waiting is worth.
 
-Taught in notebooks 03 and 06 (and, with more policies, in notebook 10).
+A policy that remembers something serves one engine; make another for the next one.
+
+Taught in notebooks 03, 06 and 10.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from minserve.core.pressure import Pressure
@@ -119,3 +123,62 @@ class TimeoutBatches(StaticBatches):
 
     def wake_s(self, now: Moment) -> float:
         return min((request.arrival_s for request in now.waiting), default=math.inf) + self.wait_s
+
+
+class SizeCap(FirstComeFirstServed):
+    """Continuous batching of at most `most` requests at once."""
+
+    def __init__(self, most: int):
+        if most < 1:
+            raise ValueError(f"at least 1 request must be able to run, got most {most}")
+        self.most = most
+
+    def candidates(self, now: Moment) -> Sequence[Request]:
+        return now.waiting[: max(0, self.cap(now) - len(now.running))]
+
+    def cap(self, now: Moment) -> int:
+        """Most requests at once, at this moment. Who runs already is not taken out when it falls."""
+        return self.most
+
+
+class LengthBuckets(TimeoutBatches):
+    """Timeout batches whose members have prompts of about one length, so that a rectangle has few dead cells.
+
+    `edges` are the longest prompts of the buckets, ascending; a last bucket takes what is longer. Of the
+    buckets that are full or overdue, the one goes next whose first has waited longest.
+    """
+
+    def __init__(self, edges: Sequence[int], size: int, wait_s: float):
+        super().__init__(size, wait_s)
+        if not edges or list(edges) != sorted(set(edges)) or edges[0] < 1:
+            raise ValueError(f"edges of buckets ascend from at least 1 token, got {list(edges)}")
+        self.edges = tuple(edges)
+
+    def bucket(self, request: Request) -> int:
+        return bisect_left(self.edges, request.num_prompt_tokens)
+
+    def candidates(self, now: Moment) -> Sequence[Request]:
+        return super().candidates(replace(now, waiting=self._next_bucket(now)))
+
+    def _next_bucket(self, now: Moment) -> Sequence[Request]:
+        buckets: dict[int, list[Request]] = {}
+        for request in now.waiting:
+            buckets.setdefault(self.bucket(request), []).append(request)
+        ready = [members for members in buckets.values() if self.is_ready(replace(now, waiting=members))]
+        return min(ready, key=lambda members: min(r.arrival_s for r in members), default=())
+
+
+class Ageing(FirstComeFirstServed):
+    """Priorities, but waiting counts: a level of priority is worth `seconds_per_level` of waiting, no more.
+
+    Who has waited so much longer goes first, so nobody starves behind those who are more important. Two
+    requests wait equally fast: whoever is ahead stays ahead, and the order never changes.
+    """
+
+    def __init__(self, seconds_per_level: float):
+        if not 0 <= seconds_per_level < math.inf:
+            raise ValueError(f"a level is worth a finite time of at least 0 s, got {seconds_per_level}")
+        self.seconds_per_level = seconds_per_level
+
+    def order(self, request: Request) -> tuple[float, ...]:
+        return (request.arrival_s + request.priority * self.seconds_per_level, request.order)

@@ -28,6 +28,7 @@ ALL_EXPLORERS = (
     "RooflineExplorer()",
     "from minserve.lab.widgets import BudgetExplorer\nBudgetExplorer()",
     "from minserve.lab.stepper import SteppingExplorer\nSteppingExplorer()",
+    "from minserve.lab.fill_lab import FillLab\nFillLab()",
 )
 
 
@@ -76,7 +77,7 @@ def screenshots(tmp_path: Path) -> Path:
 def test_all_explorers_follow_the_hand_in_the_dark_theme(opened: dict[str, OpenNotebook], screenshots: Path) -> None:
     notebook = opened[EXPLORERS]
     notebook.wait_for_end()
-    for slider in ("context", "length spread", "requests decoding", "newcomers"):
+    for slider in ("context", "length spread", "requests decoding", "newcomers", "fill"):
         explorer = notebook.explorer(slider)
         before = (explorer.caption, explorer.picture())
         after = explorer.drag(0.9)

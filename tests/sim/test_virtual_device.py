@@ -101,4 +101,4 @@ def test_thrash_computes_the_same_tokens_again_and_fewer_at_once_cure_it() -> No
     again = {name: run.num_recomputed_tokens / (run.num_prompt_tokens + run.num_output_tokens) for name, run in runs.items()}
     assert 0.4 > again["watermark"] > 0.2 and again["all"] > 0.4 and again["cap"] == again["reserve"] == 0
     slowest = {name: run.tpot_p99_s or 0.0 for name, run in runs.items()}
-    assert slowest["all"] > 3 * slowest["reserve"]
+    assert slowest["all"] > 2 * slowest["reserve"]

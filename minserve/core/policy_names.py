@@ -57,7 +57,7 @@ _ENTRIES: Mapping[str, _Entry] = {
     ),
     "slo": _Entry(
         SloAdmission,
-        "ttft_ms=?,tpot_ms=?,shed=yes,patience=0.0",
+        "ttft_ms=?,tpot_ms=?,shed=yes,patience=0.0,margin=0.05",
         "keeps limits of TTFT and TPOT: holds back, and sends away whom it cannot serve in time",
     ),
 }

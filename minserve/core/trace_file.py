@@ -107,8 +107,10 @@ def perfetto_events(requests: Iterable[str], steps: Iterable[StepRecord]) -> lis
             args = {"step": step.step, "start": start, "tokens": count}
             slice_ = {"ph": "X", "name": f"{count} token{'s'[: count > 1]}", "tid": tracks.get(request_id, 0)}
             events.append({**slice_, **time, "dur": step.elapsed_s * 1e6, "args": args})
-        blocks = {"used": step.num_used_blocks, "idle": step.num_idle_blocks}
+        clean = step.num_free_blocks - step.num_idle_blocks
+        blocks = {"used": step.num_used_blocks, "idle": step.num_idle_blocks, "clean": clean}
         queues = {"running": step.num_running, "waiting": step.num_waiting}
         events.append({"ph": "C", "name": "KV blocks", **time, "args": blocks})
         events.append({"ph": "C", "name": "requests", **time, "args": queues})
+        events.append({"ph": "C", "name": "empty slots", **time, "args": {"empty": step.num_empty_slots}})
     return events

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from minserve.core.request import InvalidRequest, SamplingParams
+from minserve.core.policies import FirstComeFirstServed
+from minserve.core.request import FinishReason, InvalidRequest, SamplingParams
 from minserve.llm import LLM
 
 Workload = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -51,6 +52,11 @@ def run_set(llm: LLM, requests: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     cpu_start_s, start_s = time.process_time(), time.perf_counter()
     outputs = llm.generate([request["prompt_ids"] for request in requests], params, progress=False)
     wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_start_s
+    if shed := [output for output in outputs if output.finish_reason == FinishReason.SHED]:
+        raise InvalidRequest(
+            f"the policy sent {len(shed)} of {len(requests)} requests away, and a bench measures how long all of them take: "
+            f"choose a policy that serves everybody (slo with shed=no). {shed[0].request_id}: {shed[0].outputs[0].error}"
+        )
     for request, output in zip(requests, outputs, strict=True):
         if len(output.token_ids) != request["max_tokens"]:
             raise InvalidRequest(
@@ -86,6 +92,7 @@ def outside_torch_share(llm: LLM, requests: Sequence[Mapping[str, Any]], batch_s
     included, counts as outside, so the share is an upper bound.
     """
     engine = llm.engine
+    policy, engine.scheduler.policy = engine.scheduler.policy, FirstComeFirstServed()  # a batch, not when it would start
     longest = llm.pool.max_model_len - num_steps - 8
     chosen = [request["prompt_ids"][:longest] for request in requests][:batch_size]
     params = SamplingParams(max_tokens=num_steps + 8, ignore_eos=True)
@@ -100,6 +107,7 @@ def outside_torch_share(llm: LLM, requests: Sequence[Mapping[str, Any]], batch_s
     inside_s = sum(event.cpu_time_total for event in profiler.events() or () if event.cpu_parent is None) / 1e6
     for request in added:
         engine.abort(request.request_id)
+    engine.scheduler.policy = policy
     return {"batch": len(added), "step_ms": round(1e3 * wall_s / num_steps, 2), "outside_torch_share": round(1 - inside_s / wall_s, 4)}
 
 
@@ -120,6 +128,7 @@ def main(
     json_path: str | None,
     limit: int | None = None,
     primed: bool = False,
+    policy: str | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
     """Measure the named sets, print a line for each, write the JSON. `primed` runs every set twice and reports the second as well."""
@@ -128,11 +137,17 @@ def main(
     if missing:
         raise ValueError(f"no request set {missing[0]!r} in the workload; it has {', '.join(sets)}")
     start_s = time.perf_counter()
-    with LLM(model, **fields) as llm:
+    with LLM(model, policy=policy, **fields) as llm:
         load_s = time.perf_counter() - start_s
         chosen = {name: list(sets[name])[:limit] for name in set_names}
         result: dict[str, Any] = {"peer": "minserve", "dtype": str(llm.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
-        result |= {"load_s": round(load_s, 2), "kv_cache_dtype": llm.pool.kv_cache_dtype, "num_blocks": llm.num_blocks, "sets": {}}
+        result |= {
+            "load_s": round(load_s, 2),
+            "kv_cache_dtype": llm.pool.kv_cache_dtype,
+            "num_blocks": llm.num_blocks,
+            "policy": policy or "continuous",
+        }
+        result["sets"] = {}
         run_set(llm, list(sets.get("warmup") or chosen[set_names[0]])[:4])
         for name, requests in chosen.items():
             llm.engine.scheduler.blocks.flush_cache()  # every set starts cold

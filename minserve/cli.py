@@ -7,6 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from minserve import __version__
+from minserve.arena_command import add_arena
+from minserve.core.policy_names import POLICY_NAMES
 from minserve.core.request import InvalidRequest, SamplingParams
 from minserve.quality_command import add_quality
 from minserve.quantize_command import add_quantize
@@ -42,6 +44,7 @@ SAMPLING_OPTIONS: tuple[tuple[str, type], ...] = (
 )
 
 
+_POLICY_HELP = f"a name, or name:key=value,key=value: {', '.join(POLICY_NAMES)} (default: continuous)"
 _WEIGHTS_HELP = "format of the weights: bf16 (default), fp16, fp32, fp8, int8, int4, gptq-int4, awq-int4-g128, int4-channel-sym ..."
 _HEAD_BITS_HELP = "of the output layer beside quantized weights: 8 (default), as minserve keeps it, or 16, as most engines do"
 SIMULATE_OPTIONS: tuple[tuple[str, type, str], ...] = (
@@ -51,7 +54,7 @@ SIMULATE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("kv", str, "format of keys and values: bf16 (default), fp16, fp32, fp8, int8, int4"),
     ("head_bits", int, _HEAD_BITS_HELP),
     ("tensor_parallel", int, "devices that share the model"),
-    ("policy", str, "continuous (default), static, timeout, or padded: static batches that compute rectangles"),
+    ("policy", str, f"{_POLICY_HELP}; or padded: static batches that compute rectangles"),
     ("batch_size", int, "most requests at once; what a static batch holds; with --pool slots, the slots"),
     ("wait_ms", float, "how long a timeout batch waits for more"),
     ("pool", str, "paged (default), or slots: each request reserves --slot-tokens"),
@@ -108,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_calibrate(commands)
     _add_plan(commands)
     _add_simulate(commands)
+    add_arena(commands)
     add_quantize(commands)
     add_quality(commands)
     _add_model(commands)
@@ -135,11 +139,14 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--workload", help="JSON file of request sets (default: the one that comes with minserve)")
     bench.add_argument("--sets", default="mixed,shared", help="which of its sets, separated by commas (default: %(default)s)")
     bench.add_argument("--limit", type=int, help="only the first N requests of each set")
+    bench.add_argument("--policy", help=_POLICY_HELP)
+    bench.add_argument("--calibration", help="for a policy that predicts steps: a file of `minserve calibrate`, or a device (h100 ...)")
     bench.add_argument("--primed", action="store_true", help="run each set a second time, with its prefixes cached")
     bench.add_argument("--gpu", action="store_true", help="measure kernels and engine on the graphics card that is here, in 12 minutes")
     bench.add_argument(
         "--decode", action="store_true", help="measure decode steps of the formats in --weights, side by side (default: bf16,int8,int4)"
     )
+    bench.add_argument("--host", action="store_true", help="measure where the time of a step goes, and what allocation costs, in 2 minutes")
     bench.add_argument("--json", help="write the results here")
     _add_engine_options(bench)
     bench.set_defaults(run=_bench)
@@ -243,6 +250,9 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
+    policy_fields = _given(arguments, ("policy", "calibration"))
+    if policy_fields and (arguments.gpu or arguments.decode or arguments.host):
+        raise ValueError(f"--gpu, --decode and --host measure steps, which no policy changes; leave out {', '.join(policy_fields)}")
     if arguments.gpu:
         if refused := _engine_fields(arguments):
             raise ValueError(f"bench --gpu runs every backend with its own settings and takes none, got {', '.join(refused)}")
@@ -256,6 +266,11 @@ def _bench(arguments: argparse.Namespace) -> None:
         engine_fields = _engine_fields(arguments)
         bench_decode.main(arguments.model, engine_fields.pop("weights", None), arguments.json, **engine_fields)
         return
+    if arguments.host:
+        from minserve import bench_host
+
+        bench_host.main(arguments.model, arguments.json, **_engine_fields(arguments))
+        return
     from minserve import bench
 
     bench.main(
@@ -265,6 +280,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         arguments.json,
         limit=arguments.limit,
         primed=arguments.primed,
+        **policy_fields,
         **_engine_fields(arguments),
     )
 

@@ -18,6 +18,10 @@ from minserve.core.request import InvalidRequest, SamplingParams, TokenLogprob
 Prompt: TypeAlias = str | Sequence[int]
 
 
+class RequestShed(RuntimeError):
+    """The policy sent the request away unserved; the message has its reason."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything about an engine that can be chosen. Sizes in bytes, tokens or blocks, as the names say."""
@@ -62,9 +66,9 @@ class Completion:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str  # stop, length, abort, error, or shed: sent away by the policy
     logprobs: list[TokenLogprob] | None = None
-    error: str | None = None
+    error: str | None = None  # why, where it is error or shed
 
 
 @dataclass(frozen=True, slots=True)

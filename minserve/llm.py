@@ -24,12 +24,14 @@ from minserve.core.block_manager import BlockManager
 from minserve.core.clock import WallClock
 from minserve.core.engine import Engine, ModelLimits
 from minserve.core.policies import Policy
+from minserve.core.policy_names import needs_step_times, parse_policy
+from minserve.core.pressure import Pressure
 from minserve.core.records import RequestRecord
 from minserve.core.request import FinishReason, InvalidRequest, Request, SamplingParams
 from minserve.core.scheduler import Scheduler, SchedulerConfig
 from minserve.core.trace import Trace
-from minserve.interface import Completion, EngineConfig, Prompt, RequestOutput, as_list, as_params
-from minserve.model import zoo
+from minserve.interface import Completion, EngineConfig, Prompt, RequestOutput, RequestShed, as_list, as_params
+from minserve.model import costs, zoo
 from minserve.model.config import ModelConfig
 from minserve.model.cuda_graphs import wants_graphs
 from minserve.model.decoder import Decoder
@@ -61,12 +63,24 @@ class LLM:
         print(llm.generate("The capital of France is", max_tokens=8)[0].text)
     """
 
-    def __init__(self, model: str | Path | None = None, *, policy: Policy | None = None, verbose: bool = True, **fields: Any):
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        policy: Policy | str | None = None,
+        calibration: str | Path | None = None,
+        verbose: bool = True,
+        **fields: Any,
+    ):
         """Load `model` (a directory, a hub id, None for the default) with the settings of `EngineConfig`.
 
+        `policy` is an object or words ("cap:most=8"; `core.policy_names` has them all), None for continuous batching. For one that
+        predicts steps, `calibration` names the device: a file of `minserve calibrate`, or a name of the simulator's catalogue.
         Raises ValueError for an unknown setting, UnsupportedModel, ModelUnavailable or PoolTooSmall with the reason.
         """
         self.config = config = EngineConfig.from_fields(fields)
+        if isinstance(policy, str) and not needs_step_times(policy):
+            policy = parse_policy(policy)  # a typing error should not cost the loading of a model
         self.model_path = zoo.resolve(model, progress=verbose)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -91,6 +105,10 @@ class LLM:
         self._runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
         if wants_graphs(config.cuda_graphs, self._runner.operations.name, device):
             self._runner.record_graphs(config.max_running, self.pool.max_model_len)
+        if isinstance(policy, str):
+            spec = costs.choose_spec(calibration, device)
+            times = costs.step_times(decoder, self.model_path, config.weights, self.dtype, self.pool.kv_cache_dtype, spec)
+            policy = parse_policy(policy, times)
         limits = ModelLimits(self.pool.max_model_len, decoder.config.vocab_size, self.tokenizer.eos_ids)
         self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), limits, self._new_trace())
         self._live: dict[str, _Live] = {}
@@ -137,6 +155,11 @@ class LLM:
     def trace(self) -> Trace:
         return self.engine.trace
 
+    def pressure(self) -> Pressure:
+        """How full the pool is now, and how many requests run and wait."""
+        with self._lock:
+            return self.engine.scheduler.pressure()
+
     def reset_trace(self) -> Trace:
         """Start a new trace, and return the one so far. Raises RuntimeError while requests are under way."""
         with self._lock:
@@ -162,7 +185,8 @@ class LLM:
         """Answer a string, a list of token ids, or a list of either kind; one output a prompt, in their order.
 
         `params` are for all prompts or a list with one for each; sampling fields may be given by name instead. Raises InvalidRequest
-        before anything runs if any prompt cannot be served. `progress` shows a bar on work that takes longer than a second.
+        before anything runs if any prompt cannot be served. Whom the policy sends away has finish_reason "shed", and error says why.
+        `progress` shows a bar on work that takes longer than a second.
         """
         prompts = as_list(prompts)
         groups = self._submit(prompts, as_params(params, fields, len(prompts)), priority, salt)
@@ -199,6 +223,8 @@ class LLM:
             yield from self._fetch(live)
             if live.request.finish_reason is FinishReason.ERROR:
                 raise RuntimeError(f"request {live.request.request_id} failed: {live.request.error}")
+            if live.request.finish_reason is FinishReason.SHED:
+                raise RequestShed(f"request {live.request.request_id} was sent away: {live.request.error}")
         finally:
             self._forget(requests)
 

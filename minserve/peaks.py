@@ -16,17 +16,15 @@ from typing import Any, cast
 import torch
 
 from minserve.llm import LLM
-from minserve.model.config import QuantizationConfig
+from minserve.model import costs
 from minserve.model.decoder import Decoder
-from minserve.model.kv_formats import AUTO
 from minserve.model.linear import AnyLinear
 from minserve.model.quantized_linear import ANY_ROWS, QuantizedLinear
 from minserve.model.runner import ModelRunner
-from minserve.model.sizing import DTYPES, free_bytes
+from minserve.model.sizing import free_bytes
 from minserve.sim.devices import DeviceSpec
 from minserve.sim.products import COPY_BYTES
 from minserve.sim.shapes import load_shape
-from minserve.sim.weight_formats import WeightFormat
 
 ROWS = (1, 2, 16, 32, 64, 128, 256, 512)  # of the timed products
 FEW_ROWS = 16  # with less, a product takes as long as its weights need to be read
@@ -75,14 +73,7 @@ def layer_products(decoder: Decoder) -> list[AnyLinear]:
 
 def weight_format(llm: LLM) -> tuple[str, int]:
     """The name of the weights' format, and the bits of the output layer beside quantized ones."""
-    decoder = decoder_of(llm)
-    if not any(isinstance(linear, QuantizedLinear) for linear in layer_products(decoder)):
-        return next(name for name, dtype in DTYPES.items() if dtype == llm.dtype), 16
-    head_bits = 8 if isinstance(decoder.head, QuantizedLinear) else 16
-    stored = QuantizationConfig.from_directory(llm.model_path)
-    if llm.config.weights != AUTO or stored is None:
-        return llm.config.weights.partition(":")[0], head_bits  # behind the colon stand options of the quantizer
-    return stored.name or WeightFormat(stored.bits, stored.group_size, stored.symmetric, stored.method).name, head_bits
+    return costs.weight_format(decoder_of(llm), llm.model_path, llm.config.weights, llm.dtype)
 
 
 def measure_layers_s(decoder: Decoder, num_rows: int) -> float:

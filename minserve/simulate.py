@@ -5,22 +5,25 @@ The words of the command line become parts of the simulator here, and nowhere el
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from minserve.core.engine import Engine
 from minserve.core.metrics import goodput
-from minserve.core.policies import FirstComeFirstServed, Policy, StaticBatches, TimeoutBatches
+from minserve.core.policies import Policy
+from minserve.core.policy_names import parse_policy
 from minserve.core.records import RequestRecord
 from minserve.core.report import compare, table
+from minserve.core.request import FinishReason
 from minserve.core.trace import Trace
 from minserve.sim import simulator
 from minserve.sim.cost_model import CostModel
 from minserve.sim.devices import load_device
 from minserve.sim.disaggregation import PoolRun, run_disaggregated, run_mixed
 from minserve.sim.shapes import load_shape
+from minserve.sim.step_times import CostStepTimes
 from minserve.sim.workload import TRACES, Arrivals, ClosedLoop, LengthPair, Lengths, MultiTurn, Workload, load_jsonl, make_workload
 
 
@@ -122,14 +125,16 @@ def _two_arrangements(settings: Settings, cost: CostModel, figure: str | None) -
 
 # --- words become parts ---------------------------------------------------------------------------
 
-# Name -> (requests in a batch, seconds to wait) -> policy. `padded` is `static` on a device that computes rectangles.
-POLICIES: Mapping[str, Callable[[int, float], Policy]] = {
-    "continuous": lambda size, wait_s: FirstComeFirstServed(),
-    "static": lambda size, wait_s: StaticBatches(size),
-    "timeout": TimeoutBatches,
-    "padded": lambda size, wait_s: StaticBatches(size),
+# The keys of a policy that other options set where its own words don't; `padded` is `static` on a device that computes rectangles.
+FILLED_KEYS: Mapping[str, Sequence[str]] = {
+    "static": ("size",),
+    "padded": ("size",),
+    "timeout": ("size", "wait_ms"),
+    "buckets": ("size", "wait_ms"),
+    "slo": ("ttft_ms", "tpot_ms"),
 }
-DEFAULT_SIZES = {"continuous": 256}  # of the others: 32
+BATCH_SIZES = {"static": 32, "padded": 32, "timeout": 32}  # of a policy that says no more; of the others: MOST_RUNNING
+MOST_RUNNING = 256
 POOLS = ("paged", "slots")
 ARRIVALS = ("all-at-once", "poisson", "gamma", "closed")
 
@@ -142,19 +147,28 @@ def make_cost(settings: Settings) -> CostModel:
 
 def make_engine(settings: Settings, cost: CostModel) -> Engine:
     """An engine with the policy and the pool that the settings name."""
-    _require_known("policy", settings.policy, POLICIES)
     _require_known("pool", settings.pool, POOLS)
     longest = settings.slot_tokens or cost.shape.max_positions
-    size = settings.batch_size or DEFAULT_SIZES.get(settings.policy, 32)
+    size = settings.batch_size or BATCH_SIZES.get(settings.policy, MOST_RUNNING)
     if settings.pool == "slots":
         size = _num_slots(settings, cost, longest)
     padded = settings.policy == "padded"
-    batching = {"policy": POLICIES[settings.policy](size, settings.wait_ms / 1e3), "padded_rows": size if padded else None}
+    batching = {"policy": make_policy(settings, cost, size), "padded_rows": size if padded else None}
     token_budget = size * longest if padded else settings.token_budget  # a rectangle is computed in one step
     if settings.pool == "slots":
         return simulator.make_slot_engine(cost, num_slots=size, slot_tokens=longest, **{**batching, "token_budget": token_budget})
     options = {**_engine_options(settings), **batching, "token_budget": token_budget, "max_running": size}
     return simulator.make_engine(cost, **options)
+
+
+def make_policy(settings: Settings, cost: CostModel, size: int) -> Policy:
+    """The policy that --policy names; --batch-size, --wait-ms and the limits set what its words leave open."""
+    name, _, rest = settings.policy.partition(":")
+    others = {"size": size, "wait_ms": settings.wait_ms, "ttft_ms": settings.slo_ttft_ms, "tpot_ms": settings.slo_tpot_ms}
+    given = {pair.partition("=")[0].strip() for pair in rest.split(",")}
+    filled = [f"{key}={others[key]}" for key in FILLED_KEYS.get(name, ()) if key not in given and others[key] is not None]
+    words = "static" if settings.policy == "padded" else name
+    return parse_policy(f"{words}:{','.join([*([rest] if rest else []), *filled])}", CostStepTimes(cost))
 
 
 def _num_slots(settings: Settings, cost: CostModel, slot_tokens: int) -> int:
@@ -166,7 +180,7 @@ def _num_slots(settings: Settings, cost: CostModel, slot_tokens: int) -> int:
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
     names = ("block_size", "memory_fraction", "prefix_caching", "reserve_whole_answers", "token_budget")
-    return {**{name: getattr(settings, name) for name in names}, "max_running": settings.batch_size or DEFAULT_SIZES["continuous"]}
+    return {**{name: getattr(settings, name) for name in names}, "max_running": settings.batch_size or MOST_RUNNING}
 
 
 def make_load(settings: Settings) -> Workload:
@@ -286,9 +300,17 @@ def _print_remarks(traces: Mapping[str, Trace], settings: Settings) -> None:
         where = f"{name}: " if name else ""
         if trace.num_refused:
             print(f"{where}{trace.num_refused} requests were refused: they are longer than the model or its pool allows")
+        if num_shed := trace.summary().num_shed:
+            print(f"{where}{num_shed} requests were sent away: {_last_reason(trace)}")
         share = _share_within(trace, settings)
         if share is not None:
             print(f"{where}{share:.1%} of the requests are within the limits")
+
+
+def _last_reason(trace: Trace) -> str:
+    """Why the last of those who were sent away had to go, as an example."""
+    shed = [record.request_id for record in trace.requests.values() if record.finish_reason == FinishReason.SHED]
+    return f"{shed[-1]} {trace.why(shed[-1])[-1].words}"
 
 
 def _draw(trace: Trace, path: str) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from minserve import cli
-from minserve.core.policies import FirstComeFirstServed, StaticBatches, TimeoutBatches
+from minserve.core.controllers import ShrinkWhenQueued
+from minserve.core.policies import FirstComeFirstServed, LengthBuckets, SizeCap, StaticBatches, TimeoutBatches
+from minserve.core.policy_names import POLICY_NAMES
+from minserve.core.slo import SloAdmission
 from minserve.sim.runner import PaddedRunner, SimulatedRunner
 from minserve.sim.workload import TRACES, ClosedLoop, MultiTurn
-from minserve.simulate import POLICIES, Settings, make_cost, make_engine, make_load, parse_lengths
+from minserve.simulate import Settings, make_cost, make_engine, make_load, parse_lengths
 
 FEW = ["--num-requests", "30", "--output", "uniform:5:50"]
 
@@ -71,6 +74,23 @@ def test_policies_by_their_words(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert list(rates.values()) == sorted(rates.values()) and rates["continuous"] > 1.5 * rates["padded"]
 
 
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_every_policy_by_its_bare_name(capsys: pytest.CaptureFixture[str], name: str):
+    limits = ["--slo-ttft-ms", "2000", "--slo-tpot-ms", "100"]
+    assert "12 of 12 finished, in " in run(capsys, "--num-requests", "12", "--output", "6", "--rate", "20", "--policy", name, *limits)
+
+
+def test_who_is_sent_away_is_counted_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, load = tmp_path / "out.json", [*FEW, "--slo-ttft-ms", "600"]
+    out = run(capsys, *load, "--policy", "slo:tpot_ms=60", "--json", str(path))
+    result = json.loads(path.read_text(encoding="utf-8"))
+    shed = [record["request_id"] for record in result["requests"] if record["finish_reason"] == "shed"]
+    assert 5 < len(shed) < 30 and result["summary"]["num_shed"] == len(shed)
+    assert f"{30 - len(shed)} of 30 finished, {len(shed)} sent away, in " in out
+    assert f"{len(shed)} requests were sent away: {shed[-1]} is sent away: its first token" in out
+    assert result["share_within_slo"] > 1.5 * result_of(capsys, path, *load)["share_within_slo"]  # all 30 at once: most are late
+
+
 def test_slots_cost_throughput(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path, load = tmp_path / "out.json", ["--num-requests", "60", "--prompt", "512", "--output", "uniform:50:200"]
     slots = result_of(capsys, path, *load, "--pool", "slots", "--slot-tokens", "2048")
@@ -111,7 +131,9 @@ def test_who_is_too_long_is_counted(capsys: pytest.CaptureFixture[str]):
         (["--device", "a1000"], "no device 'a1000': give a file that `minserve calibrate` wrote, or one of a100-80gb"),
         (["--model", "llama-9"], "no model 'llama-9': give a config.json, or one of smollm2-135m"),
         (["--model", "llama-3.1-70b"], "llama-3.1-70b does not fit: 90% of 1 x 80 GB, less 141.1 GB of bf16 weights"),
-        (["--policy", "magic"], "policy 'magic' is not known; known: continuous, static, timeout, padded"),
+        (["--policy", "magic"], "no policy 'magic'. Known: continuous, static, timeout"),
+        (["--policy", "cap:size=8"], "policy 'cap' has no key 'size'"),
+        (["--policy", "slo"], "policy 'slo' needs ttft_ms and tpot_ms"),
         (["--pool", "swimming"], "pool 'swimming' is not known; known: paged, slots"),
         (["--arrivals", "never"], "arrivals 'never' is not known; known: all-at-once, poisson, gamma, closed"),
         (["--arrivals", "gamma"], "gamma arrivals need a --rate in requests per second"),
@@ -148,7 +170,8 @@ def engine_for(**fields: Any):
 
 
 def test_every_policy_word_has_its_policy():
-    made = {word: engine_for(policy=word, batch_size=6, wait_ms=40.0) for word in POLICIES}
+    words = ("continuous", "static", "timeout", "padded")
+    made = {word: engine_for(policy=word, batch_size=6, wait_ms=40.0) for word in words}
     policies = {word: engine.scheduler.policy for word, engine in made.items()}
     assert type(policies["continuous"]) is FirstComeFirstServed
     assert type(policies["static"]) is type(policies["padded"]) is StaticBatches
@@ -159,6 +182,23 @@ def test_every_policy_word_has_its_policy():
     assert isinstance(runner, PaddedRunner) and runner.num_rows == 6
     assert type(made["static"].runner) is SimulatedRunner
     assert made["padded"].scheduler.config.token_budget == 6 * 4096
+
+
+def test_a_policys_own_words_go_before_the_options():
+    def policy(words: str, **fields: Any) -> Any:
+        return engine_for(policy=words, **fields).scheduler.policy
+
+    timeout = policy("timeout:wait_ms=10", batch_size=6, wait_ms=40.0)
+    assert (timeout.size, timeout.wait_s) == (6, 0.01)
+    static = engine_for(policy="static:size=64")
+    assert isinstance(static.scheduler.policy, StaticBatches) and static.scheduler.policy.size == 64
+    assert static.scheduler.config.max_running == 256 and engine_for(policy="static").scheduler.config.max_running == 32
+    buckets = policy("buckets:edges=100/200", batch_size=7)
+    assert isinstance(buckets, LengthBuckets) and (buckets.edges, buckets.size, buckets.wait_s) == ((100, 200), 7, 0.05)
+    assert type(policy("cap:most=9")) is SizeCap and policy("cap:most=9").most == 9
+    assert isinstance(policy("shrink"), ShrinkWhenQueued)
+    slo = policy("slo:ttft_ms=700", slo_ttft_ms=450.0, slo_tpot_ms=40.0)
+    assert isinstance(slo, SloAdmission) and (slo.ttft_s, slo.tpot_s) == (0.7, 0.04)
 
 
 def test_slots_as_many_as_fit_or_as_asked_for():

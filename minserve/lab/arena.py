@@ -30,11 +30,13 @@ import inspect
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from minserve.core.engine import EngineStalled
-from minserve.core.policies import FirstComeFirstServed, Policy, StaticBatches, TimeoutBatches
+from minserve.core.policies import Policy
+from minserve.core.policy_names import parse_policy
 from minserve.core.scheduler import InvalidPolicy
+from minserve.core.slo import SloAdmission
 from minserve.core.trace import Trace
 from minserve.lab.arena_guard import Cheat, Entry, Guard, first_difference
 from minserve.lab.arena_score import ANSWERED, Row, Scorecard, score
@@ -42,6 +44,7 @@ from minserve.lab.arena_score import jain as jain  # whoever plays finds everyth
 from minserve.lab.arena_score import ranking as ranking
 from minserve.lab.arena_traces import TRACES as TRACES
 from minserve.lab.arena_traces import ArenaTrace, Slo, arena_cost
+from minserve.sim.step_times import CostStepTimes
 
 SEEDS = (1,)  # published
 SPLITS = (0.35, 0.7)  # of a run: where the future is exchanged
@@ -50,10 +53,38 @@ MOST_Z = 6.0  # standard deviations; by chance an honest policy exceeds that onc
 # A class, or whatever makes a fresh policy; one that takes an argument is given the trace's limits.
 Maker: TypeAlias = Callable[[], Policy] | Callable[[Slo], Policy]
 
+
+def slo_admission(slo: Slo) -> Policy:
+    """Admission that keeps the trace's own limits; where there is only a deadline, the first token is held to it."""
+    ttft_s = slo.ttft_s or slo.latency_s or math.inf
+    return SloAdmission(CostStepTimes(arena_cost()), ttft_s, slo.tpot_s or ttft_s)
+
+
+def named_policy(words: str) -> Maker:
+    """The maker of a policy in words, as `parse_policy` has them; "slo" alone keeps the limits of the trace."""
+    if words == "slo":
+        return slo_admission
+    times = CostStepTimes(arena_cost())
+    parse_policy(words, times)  # a mistake is found here
+    return lambda: parse_policy(words, times)
+
+
 BASELINES: Mapping[str, Maker] = {
-    "continuous": FirstComeFirstServed,
-    "static-16": lambda: StaticBatches(16),
-    "timeout-16": lambda: TimeoutBatches(16, 0.05),
+    words: named_policy(words)
+    for words in (
+        "continuous",
+        "static:size=16",
+        "timeout:size=16",
+        "buckets:size=16",
+        "cap:most=16",
+        "ageing",
+        "shrink",
+        "grow",
+        "wait-when-slow",
+        "at-once-when-slow",
+        "free-blocks",
+        "slo",
+    )
 }
 
 
@@ -63,28 +94,33 @@ def play(
     seeds: Sequence[int] = SEEDS,
     *,
     unseen_seed: int | None = None,
+    checked: bool = True,
     name: str | None = None,
 ) -> Scorecard:
-    """Score a policy: a class, a function that makes one, or the name of a baseline.
+    """Score a policy: a class, a function that makes one, or words like "cap:most=8".
 
-    `unseen_seed` is drawn by lot if it is not given; it is on the card. Raises what the policy raises, and InvalidPolicy.
+    `unseen_seed` is drawn by lot if it is not given; it is on the card. Without `checked`, there is neither this seed nor a search for
+    cheats, which take three quarters of the time. Raises what the policy raises, and InvalidPolicy.
     """
-    maker = BASELINES[policy] if isinstance(policy, str) else policy
-    name = name or (policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__))
+    if isinstance(policy, str):
+        name, policy = name or policy, named_policy(policy)
+    called = name or getattr(policy, "__name__", type(policy).__name__)
     chosen = [TRACES[trace] if isinstance(trace, str) else trace for trace in traces]
     unseen_seed = secrets.randbelow(2**31) if unseen_seed is None else unseen_seed
     rows: list[Row] = []
     try:
-        runs = [Contest(maker, trace, seed) for seed in seeds for trace in chosen]
+        runs = [Contest(policy, trace, seed) for seed in seeds for trace in chosen]
         rows = [run.row() for run in runs]
+        if not checked:
+            return Scorecard(called, tuple(rows))
         for run in runs:
             run.refuse_clairvoyance()
         refuse_known_answers(runs)
-        unseen = [Contest(maker, trace, unseen_seed) for trace in chosen]
+        unseen = [Contest(policy, trace, unseen_seed) for trace in chosen]
         refuse_known_answers(unseen)
     except Cheat as cheat:
-        return Scorecard(name, tuple(rows), foul=str(cheat))
-    return Scorecard(name, tuple(rows), tuple(run.row() for run in unseen))
+        return Scorecard(called, tuple(rows), foul=str(cheat))
+    return Scorecard(called, tuple(rows), tuple(run.row() for run in unseen))
 
 
 def make_policy(maker: Maker, slo: Slo) -> Policy:
@@ -92,8 +128,10 @@ def make_policy(maker: Maker, slo: Slo) -> Policy:
     if not callable(maker):
         raise TypeError(f"a class or a function that makes a policy is needed, got {maker!r}: write lambda: {type(maker).__name__}(...)")
     make: Callable[..., Policy] = maker
-    needed = [p for p in inspect.signature(maker).parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    return make(slo) if needed else make()
+    free = [p.name for p in inspect.signature(maker).parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if free not in ([], ["slo"]):
+        raise TypeError(f"{maker!r} needs {', '.join(free)}: a policy of the arena is made without arguments, or with one named slo")
+    return make(slo) if free else make()
 
 
 class Contest:
@@ -205,8 +243,3 @@ def pearson(xs: Sequence[float], ys: Sequence[float]) -> float:
     pairs = [(x - mean_x, y - mean_y) for x, y in zip(xs, ys, strict=True)]
     spread = math.fsum(x * x for x, _ in pairs) * math.fsum(y * y for _, y in pairs)
     return math.fsum(x * y for x, y in pairs) / math.sqrt(spread) if spread else 0.0
-
-
-def play_all(makers: Mapping[str, Maker] = BASELINES, **options: Any) -> list[Scorecard]:
-    """A card for each of several policies; the options are those of `play`."""
-    return [play(maker, name=name, **options) for name, maker in makers.items()]

@@ -92,10 +92,11 @@ def _now_of(request: Request) -> _Now:
 class _Shown:
     """A request, what the policy sees of it, and what was put into that."""
 
-    __slots__ = ("fixed", "key", "now", "request", "view")
+    __slots__ = ("face", "fixed", "key", "now", "request", "view")
 
     def __init__(self, request: Request):
         self.request, self.view = request, RequestView(request)
+        self.face = cast(Request, self.view)  # what a policy takes it for
         self.fixed, self.now = self.view._fixed, self.view._now
         self.key: Any = None  # the policy's order of it
 
@@ -139,7 +140,7 @@ class Guard:
         shown = self._shown.get(request.request_id)
         if shown is None or shown.request is not request:
             shown = self._shown[request.request_id] = _Shown(request)
-            shown.key = self._policy.order(self._view(shown))
+            shown.key = self._policy.order(shown.face)
             self.entries.append(Entry(request.arrival_s, "order", (request.request_id, shown.key)))
         return shown.key
 
@@ -180,21 +181,22 @@ class Guard:
 
     # --- views ------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _view(shown: _Shown) -> Request:
-        return cast(Request, shown.view)
-
     def _show(self, now: Moment) -> Moment:
         """The moment in views, all of them as they are now."""
+        waiting, finished = RequestStatus.WAITING, RequestStatus.FINISHED
         for request_id, shown in list(self._shown.items()):
+            request, before = shown.request, shown.now
+            if request.status is before.status is waiting and request.num_preemptions == before.num_preemptions:
+                continue  # who waits does not change, and a line may be long
             shown.refresh()
-            if shown.request.is_finished:
+            if request.status is finished:
                 del self._shown[request_id]
         return self._moment(now)
 
     def _moment(self, now: Moment) -> Moment:
         if self._asked is None or self._asked[0] is not now:
-            waiting, running = (tuple(self._view(self._shown[r.request_id]) for r in queue) for queue in (now.waiting, now.running))
+            shown = self._shown
+            waiting, running = (tuple([shown[r.request_id].face for r in queue]) for queue in (now.waiting, now.running))
             self._asked = now, replace(now, waiting=waiting, running=running)
         return self._asked[1]
 

@@ -13,7 +13,7 @@ Taught in notebook 10.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from minserve.core.metrics import goodput
@@ -58,7 +58,6 @@ class Scorecard:
     rows: tuple[Row, ...]
     unseen: tuple[Row, ...] = ()
     foul: str | None = None
-    checks: tuple[str, ...] = field(default=())  # what the policy was tried for
 
     @property
     def within_share(self) -> float:

@@ -142,7 +142,7 @@ class ArenaTrace:
     slo: Slo
     window_s: float
     load: Callable[[int], Workload]  # seed -> requests, with answers of exact lengths
-    num_blocks: int = 2048  # of the pool; a whole card would have 25,000
+    num_blocks: int = 1280  # of the pool, 20,480 tokens; beside the weights the card has room for 25,000 blocks
 
     def world(self, seed: int, split_s: float = math.inf) -> World:
         """The requests of this seed; from `split_s` on, with another future."""
@@ -160,15 +160,15 @@ class ArenaTrace:
 
 
 def _chat(seed: int) -> Workload:
-    return make_workload(160, *MEASURED["azure-chat"], poisson(10.0), seed)
+    return make_workload(150, *MEASURED["azure-chat"], poisson(6.0), seed)
 
 
 def _code(seed: int) -> Workload:
-    return make_workload(200, *MEASURED["azure-code"], poisson(5.0), seed, num_shared_tokens=200)
+    return make_workload(200, *MEASURED["azure-code"], poisson(4.0), seed, num_shared_tokens=200)
 
 
 def _batch(seed: int) -> Workload:
-    return make_workload(128, Lengths.uniform(100, 900), Lengths.exponential(200, 1000), all_at_once(), seed)
+    return make_workload(96, Lengths.uniform(50, 250), Lengths.exponential(300, 1200), all_at_once(), seed)
 
 
 def _bursty(seed: int) -> Workload:
@@ -181,7 +181,7 @@ def _bursty(seed: int) -> Workload:
 
 def _multi_turn(seed: int) -> Workload:
     user, output = Lengths.uniform(20, 200), Lengths.exponential(120, 500)
-    return MultiTurn(36, 4, Lengths.uniform(500, 1500), user, output, poisson(3.0), seed, think_s=2.0, num_shared_tokens=400)
+    return MultiTurn(40, 4, Lengths.uniform(500, 1500), user, output, poisson(4.0), seed, think_s=2.0, num_shared_tokens=400)
 
 
 _OURS = "MLPerf's limits for Llama-3.1-8B"
@@ -190,24 +190,25 @@ TRACES: Mapping[str, ArenaTrace] = {
     for trace in (
         ArenaTrace(
             "chat",
-            "160 questions, lengths as in Azure's chats, 10 a second",
+            "150 questions, lengths as in Azure's chats, 6 a second",
             Slo(f"{_OURS} as a server: a reader who waits 2 s is still there, and nobody reads 10 tokens a second", 2.0, 0.1),
-            16.0,
+            25.0,
             _chat,
         ),
         ArenaTrace(
             "code",
-            "200 completions, long prompts with a common beginning and short answers, 5 a second",
+            "200 completions, long prompts with a common beginning and short answers, 4 a second",
             Slo(f"{_OURS} interactive: a completion that comes after half a second comes after the next key", 0.5, 0.03),
-            40.0,
+            50.0,
             _code,
         ),
         ArenaTrace(
             "batch",
-            "128 jobs, all there at the start",
-            Slo("a job's own deadline: nobody reads along, so neither the first token nor the pace counts", latency_s=15.0),
-            15.0,
+            "96 jobs of short prompts and long answers, all there at the start, in a pool for 8,192 tokens",
+            Slo("a job's own deadline: nobody reads along, so neither the first token nor the pace counts", latency_s=8.0),
+            8.0,
             _batch,
+            num_blocks=512,
         ),
         ArenaTrace(
             "bursty",
@@ -218,9 +219,9 @@ TRACES: Mapping[str, ArenaTrace] = {
         ),
         ArenaTrace(
             "multi-turn",
-            "36 chats of 4 turns, each of which repeats all that was said before",
+            "40 chats of 4 turns, each of which repeats all that was said before",
             Slo("between MLPerf's two: an answer to an answer is expected at once, and read along", 1.0, 0.05),
-            40.0,
+            30.0,
             _multi_turn,
         ),
     )

@@ -89,7 +89,8 @@ class WaitWhenSlow(FirstComeFirstServed):
         return min(self.longest_wait_s, self.size / rate_per_s) if rate_per_s > 0 else self.longest_wait_s
 
     def candidates(self, now: Moment) -> Sequence[Request]:
-        if len(now.waiting) >= self.size or self.wake_s(now) <= now.time_s:
+        wake_s = self.wake_s(now)  # asked first: it counts the arrivals
+        if len(now.waiting) >= self.size or wake_s <= now.time_s:
             return now.waiting
         return [request for request in now.waiting if request.num_preemptions]  # the gate is behind them
 

@@ -12,21 +12,26 @@ Invariant: a device never holds more than its size, and what does not fit is ref
 Taught in notebook 11.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from minserve.core.batch import ScheduledBatch, StepResult
+from minserve.core.block_manager import BlockManager
 from minserve.core.clock import VirtualClock
-from minserve.core.engine import Engine
+from minserve.core.engine import Engine, ModelLimits
 from minserve.core.policies import Policy
+from minserve.core.scheduler import Scheduler, SchedulerConfig
 from minserve.sim.cost_model import CostModel
 from minserve.sim.planner import RUNTIME_BYTES, activation_bytes
-from minserve.sim.runner import SimulatedRunner
-from minserve.sim.simulator import make_engine
+from minserve.sim.runner import VOCAB_SIZE, SimulatedRunner
 
 
 class OutOfDeviceMemory(MemoryError):
     """An allocation did not fit. The message says who asked for how much, and who holds the rest."""
+
+    def __init__(self, words: str, missing_bytes: float):
+        super().__init__(words)
+        self.missing_bytes = missing_bytes
 
 
 class VirtualDevice:
@@ -54,7 +59,8 @@ class VirtualDevice:
             holders = ", ".join(f"{holder} {held / 1e9:.1f}" for holder, held in self.held.items()) or "nothing"
             raise OutOfDeviceMemory(
                 f"{name} needs {num_bytes / 1e9:.2f} GB, {self.free_bytes / 1e9:.2f} of {self.memory_bytes / 1e9:.0f} GB "
-                f"are free (held in GB: {holders})"
+                f"are free (held in GB: {holders})",
+                num_bytes - self.free_bytes,
             )
         self.held[name] = self.held.get(name, 0.0) + num_bytes
 
@@ -121,12 +127,14 @@ def start_engine(
     reserve_whole_answers: bool = False,
     policy: Policy | None = None,
     block_size: int = 16,
+    max_model_len: int | None = None,
+    make_scheduler: Callable[[SchedulerConfig, BlockManager, Policy | None], Scheduler] = Scheduler,
 ) -> Engine:
     """Start an engine on a device of `cost.device`'s size: neighbours first, then weights, then the pool.
 
     The pool is what the fraction (of all memory, or of what is free) leaves beside weights and a reserve for activations: the most
     that a step of `token_budget` tokens needs, as engines find by a trial at the start, or `reserve_bytes` where somebody knows better.
-    Raises OutOfDeviceMemory when the start fails.
+    Raises OutOfDeviceMemory when the start fails, also where the pool cannot hold one request of `max_model_len` tokens, if given.
     """
     device, clock = VirtualDevice(cost.device.memory_bytes), VirtualClock()
     runner = MemoryRunner(cost, device, clock, tuple(neighbours))
@@ -135,28 +143,29 @@ def start_engine(
     device.take("weights", cost.stored_weight_bytes)
     device.take("runtime", RUNTIME_BYTES)
     reserve = activation_bytes(cost, token_budget, max_running) if reserve_bytes is None else reserve_bytes
-    num_blocks = _blocks_within(cost, lent_bytes - device.held["weights"] - RUNTIME_BYTES - reserve, block_size, memory_fraction)
-    device.take("KV pool", num_blocks * block_size * cost.kv_bytes_per_token)
-    engine = make_engine(
-        cost,
-        policy=policy,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        prefix_caching=False,
-        token_budget=token_budget,
-        max_running=max_running,
-        watermark_blocks=watermark_blocks,
-        reserve_whole_answers=reserve_whole_answers,
-    )
-    engine.runner, engine.clock = runner, clock
-    return engine
+    left_bytes = lent_bytes - device.held["weights"] - RUNTIME_BYTES - reserve
+    block_bytes = block_size * cost.kv_bytes_per_token
+    _require_room(cost, left_bytes, block_size, memory_fraction, max_model_len)
+    device.take("KV pool", left_bytes // block_bytes * block_bytes)
+    config = SchedulerConfig(token_budget, max_running, watermark_blocks, None, reserve_whole_answers)
+    scheduler = make_scheduler(config, BlockManager(int(left_bytes // block_bytes), block_size, prefix_caching=False), policy)
+    limits = ModelLimits(max_model_len or cost.shape.max_positions, max(VOCAB_SIZE, cost.shape.vocab_size))
+    return Engine(scheduler, runner, clock, limits)
 
 
-def _blocks_within(cost: CostModel, num_bytes: float, block_size: int, memory_fraction: float) -> int:
-    num_blocks = int(num_bytes // (block_size * cost.kv_bytes_per_token))
-    if num_blocks < 1:
+def _require_room(cost: CostModel, left_bytes: float, block_size: int, memory_fraction: float, max_model_len: int | None) -> None:
+    """The pool holds one block, and one request as long as the engine accepts. Raises OutOfDeviceMemory."""
+    block_bytes = block_size * cost.kv_bytes_per_token
+    if left_bytes < block_bytes:
         raise OutOfDeviceMemory(
             f"no room for keys and values: {memory_fraction:.0%} of the memory, less {cost.stored_weight_bytes / 1e9:.1f} GB of weights, "
-            f"{RUNTIME_BYTES / 1e9:.0f} GB for the runtime and the reserve for activations, leaves {num_bytes / 1e9:.1f} GB"
+            f"{RUNTIME_BYTES / 1e9:.0f} GB for the runtime and the reserve for activations, leaves {left_bytes / 1e9:.1f} GB",
+            block_bytes - left_bytes,
         )
-    return num_blocks
+    needed_bytes = -(-(max_model_len or 1) // block_size) * block_bytes
+    if left_bytes < needed_bytes:
+        raise OutOfDeviceMemory(
+            f"the pool has {left_bytes / 1e9:.2f} GB, and one request of {max_model_len:,} tokens needs {needed_bytes / 1e9:.2f} GB; "
+            f"the longest that fits has {int(left_bytes // block_bytes) * block_size:,} tokens",
+            needed_bytes - left_bytes,
+        )

@@ -47,7 +47,7 @@ from minserve.lab.arena_traces import ArenaTrace, Slo, arena_cost
 from minserve.sim.step_times import CostStepTimes
 
 SEEDS = (1,)  # published
-SPLITS = (0.35, 0.7)  # of a run: where the future is exchanged
+SPLITS = (0.35, 0.7)  # of arrivals, or of the run where all come at once: where the future is exchanged
 MOST_Z = 6.0  # standard deviations; by chance an honest policy exceeds that once in 500 million cards
 
 # A class, or whatever makes a fresh policy; one that takes an argument is given the trace's limits.
@@ -175,9 +175,10 @@ class Contest:
 
     def refuse_clairvoyance(self) -> None:
         """Compare with worlds that are the same up to some second. Raises Cheat."""
-        end_s = self.run.steps[-1].end_s
+        arrivals_s = sorted(record.arrival_s for record in self.run.requests.values())
+        span_s = [self.run.steps[-1].end_s * i / 100 for i in range(100)] if arrivals_s[0] == arrivals_s[-1] else arrivals_s
         for share in SPLITS:
-            split_s = math.floor(1024 * share * end_s) / 1024
+            split_s = math.floor(1024 * span_s[int(share * len(span_s))]) / 1024
             _, others = self._serve(split_s, stop_s=split_s)
             words = first_difference(self.entries, others, split_s)
             if words is None:

@@ -5,7 +5,9 @@ what it risks depends on the largest step, on who else uses the card, and on how
 
 The starts are those of `minserve.sim.virtual_device`, the rates those of `minserve.sim.pace`: a batch that stays full, by the cost model.
 
-Invariant: a trouble is named only if the virtual device refuses, or if the last blocks of the pool are promised twice.
+The engine here keeps 2 GB for activations, whatever its largest step needs, as one does who doesn't try that step at the start.
+
+Invariant: a trouble is named only if the virtual device refuses, if a full step would not fit, or if many more can begin than can end.
 
 Taught in notebook 11.
 """
@@ -33,13 +35,13 @@ PROMPT_TOKENS = 1155  # the mean of the public chat trace
 RESERVE_BYTES = 2e9  # for activations, beside the runtime: what is kept whatever the largest step needs
 MAX_RUNNING = 256
 BLOCK_SIZE = 16
-START, STEP, THRASH, NONE = "out of memory at the start", "out of memory in a step", "thrash", "no trouble"
+START, STEP, PREEMPTIONS, NONE = "out of memory at the start", "out of memory in a step", "preemptions", "no trouble"
 
 
 class FillLab(Explorer):
     """Model, KV format, fill, largest step, neighbour and answers -> the card's memory, the rate, and what threatens.
 
-    `trouble` is one of START, STEP, THRASH, NONE, and `cure` says what to move, and which way. `curve` has the output tokens/s of each
+    `trouble` is one of START, STEP, PREEMPTIONS, NONE, and `cure` says what to move, and which way. `curve` has the output tokens/s of each
     fill of FILLS that leaves room for one request.
     """
 
@@ -94,6 +96,12 @@ class FillLab(Explorer):
         return pace(self.cost, batch, PROMPT_TOKENS, self.answer.value).output_tokens_per_s if batch else 0.0
 
     @property
+    def wanted_bytes(self) -> float:
+        """Of the KV pool that the engine was refused; 0 where it has one, or could not even ask."""
+        refused = self.refusal.startswith("KV pool")
+        return self.cost.kv_bytes_left(self.fill.value, RESERVE_BYTES + RUNTIME_BYTES) if refused else 0.0
+
+    @property
     def free_bytes(self) -> float:
         """What nobody holds while no step runs."""
         return self.cost.device.memory_bytes - sum(self.held.values())
@@ -106,7 +114,7 @@ class FillLab(Explorer):
         if self.step_bytes > self.free_bytes:
             return STEP, "lower the fill or the token budget: the pool has taken what the largest step needs"
         if self.num_let_in > 1.5 * self.num_fit:
-            return THRASH, "let fewer in, or reserve whole answers: many more begin than can end without giving way"
+            return PREEMPTIONS, "let fewer in, or reserve whole answers: more begin than can end, and the last are computed again"
         return NONE, "nothing to move"
 
     # --- words and picture ------------------------------------------------------------------------
@@ -141,15 +149,18 @@ class FillLab(Explorer):
         for name, num_bytes in self.held.items():
             height = num_bytes / 1e9
             add_boxes(ax, [(0.0, level, 1.0, height)], pale(colours[name], 0.6), edge="white")
-            if height > 2.5:
-                ax.text(0.5, level + height / 2, f"{name} {height:.1f}", fontsize=SMALL_PT, ha="center", va="center", color=INK)
+            _name_part(ax, f"{name} {height:.1f}", level, height)
             level += height
+        _name_part(ax, f"free {total_gb - level:.1f}", level, total_gb - level)
+        if self.wanted_bytes > 0:  # and did not get
+            add_boxes(ax, [(0.0, level, 1.0, self.wanted_bytes / 1e9)], pale(PALETTE[3], 0.6), hatch="///", edge="white")
+            _name_part(ax, f"KV pool {self.wanted_bytes / 1e9:.1f} wanted", total_gb, self.wanted_bytes / 1e9 + level - total_gb)
         step_gb = self.step_bytes / 1e9
         add_boxes(ax, [(1.1, level, 0.9, step_gb)], PALETTE[3] if level + step_gb > total_gb else PALETTE[1])
         ax.text(1.55, level - 1, f"largest step\n{step_gb:.1f}", fontsize=SMALL_PT, ha="center", va="top", color=INK, path_effects=HALO)
         ax.axhline(total_gb, color=INK, linewidth=1)
         ax.text(2.05, total_gb, "all of it", fontsize=SMALL_PT, ha="right", va="bottom", color=INK)
-        ax.set(xlim=(-0.05, 2.1), ylim=(0, 1.2 * max(total_gb, level)), xticks=[])
+        ax.set(xlim=(-0.05, 2.1), ylim=(0, 1.2 * max(total_gb, level + self.wanted_bytes / 1e9)), xticks=[])
 
     def _draw_curve(self, ax: Axes) -> None:
         dress(ax, f"What fill buys ({self.model.value}, KV in {self.kv.value})", "fill, % of memory", "output tokens/s")
@@ -163,3 +174,9 @@ class FillLab(Explorer):
         words = f" {self.trouble} "
         ax.text(100 * self.fill.value, 0.97 * top, words, fontsize=SMALL_PT, ha=side, va="top", color=deep(colour), path_effects=HALO)
         ax.set(xlim=(28, 101), ylim=(0, top))
+
+
+def _name_part(ax: Axes, words: str, level: float, height: float) -> None:
+    """Words in the middle of a part of the column, where it is high enough for them."""
+    if height > 5:
+        ax.text(0.5, level + height / 2, words, fontsize=SMALL_PT, ha="center", va="center", color=INK, path_effects=HALO)

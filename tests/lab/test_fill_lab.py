@@ -4,7 +4,7 @@ import pytest
 
 from minserve.lab import figures
 from minserve.lab.explorer import size
-from minserve.lab.fill_lab import FILLS, NONE, PROMPT_TOKENS, START, STEP, THRASH, FillLab
+from minserve.lab.fill_lab import FILLS, NONE, PREEMPTIONS, PROMPT_TOKENS, START, STEP, FillLab
 from minserve.sim.cost_model import CostModel
 from minserve.sim.devices import DEVICES
 from minserve.sim.pace import pace
@@ -56,11 +56,12 @@ def test_each_trouble_goes_with_its_cure_and_the_opposite_move_keeps_it(lab: Fil
 
     lab.fill.value, lab.neighbour.value = 0.9, 30.0
     assert lab.trouble == START and lab.cure.startswith("lower the fill") and "neighbour 30.0" in lab.text
+    assert lab.wanted_bytes == pytest.approx(0.9 * 80e9 - lab.held["weights"] - 3e9)  # and 80 - 30 - 27 are free
     lab.fill.value = 0.6
     assert lab.trouble == NONE
 
     lab.neighbour.value, lab.answer.value = 0.0, 2048
-    assert lab.trouble == THRASH and lab.num_let_in > 1.5 * lab.num_fit
+    assert lab.trouble == PREEMPTIONS and lab.num_let_in > 1.5 * lab.num_fit
     assert lab.error is None
 
 

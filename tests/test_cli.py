@@ -132,6 +132,22 @@ def test_bench_writes_what_the_peers_write(tiny_dir: Path, tmp_path: Path, capsy
     assert "mixed: " in capsys.readouterr().out
 
 
+def test_bench_under_a_policy(tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    workload, out = tiny_workload(tmp_path / "w.json"), tmp_path / "out.json"
+    options = ["--model", str(tiny_dir), "--workload", str(workload), "--json", str(out), "--num-blocks", "40", "--dtype", "fp32"]
+    assert cli.main(["bench", *options, "--sets", "shared", "--policy", "cap:most=1"]) == 0
+    result = json.loads(out.read_text(encoding="utf-8"))
+    shared = result["sets"]["shared"]
+    assert result["policy"] == "cap:most=1" and shared["steps"] == 12  # one after the other: three answers of four tokens
+    assert result["decode_step"]["batch"] == 3  # a batch, whatever the policy
+    capsys.readouterr()
+    words = "slo:ttft_ms=0.001,tpot_ms=1000"
+    assert cli.main(["bench", *options, "--policy", words]) == 2
+    assert "minserve: the policy sent 1 of 1 requests away" in capsys.readouterr().err
+    assert cli.main(["bench", "--decode", "--policy", words]) == 1
+    assert "leave out policy" in capsys.readouterr().err
+
+
 def test_the_workload_that_ships_is_the_fixed_one() -> None:
     sets = load_workload()
     assert {name: len(requests) for name, requests in sets.items()} == {"mixed": 64, "shared": 32, "warmup": 4}

@@ -1,7 +1,8 @@
 """`minserve bench --gpu`: one prepared run that measures the kernels and the engine on a real card, in less than 12 minutes.
 
 Why: time on a card is short and dear, so nothing should have to be thought of there. In order: what the card can do (a copy, a
-product), whether every kernel is right (against float64), the table of `gpu_table.py`, and the whole engine with each backend.
+product), whether every kernel is right (against float64), the table of `gpu_table.py`, the whole engine with each backend, and what
+allocation costs by the driver, by torch's cache and by a pool.
 
 Each section is a process of its own with a share of the time: a kernel that hangs, or that leaves the card unusable for its
 process, costs its section and not the run. Sections write what they have found into the file as soon as they have it.
@@ -19,23 +20,28 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from minserve.allocations import Recording
 from minserve.bench import load_workload, run_set
+from minserve.bench_host import BLOCKS_A_REQUEST, record_run
+from minserve.gpu_allocation import allocation_costs, lines
 from minserve.gpu_table import HEADER, TABLE, Measured, line, result_of
 from minserve.llm import LLM
+from minserve.model.runner import ModelRunner
 from minserve_kernels.gpu_clock import Work, seconds_of
 
 # Seconds that a section may take until it measures nothing new, in order; together, and with GRACE_S each, less than 12 minutes.
-SECTIONS_S = {"ceilings": 40.0, "checks": 160.0, "table": 210.0, "engine": 210.0}
+SECTIONS_S = {"ceilings": 40.0, "checks": 150.0, "table": 190.0, "engine": 180.0, "allocation": 50.0}
 GRACE_S = 20.0  # for what a section has begun, and then its process is ended
+ALLOCATION_BATCH = 16
 SEED = 20261129
 ENGINES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("torch", {"attention_backend": "torch"}),
@@ -72,7 +78,7 @@ def require_gpu(is_available: bool, machine: str) -> None:
 def new_report(machine: Mapping[str, Any], date: str) -> dict[str, Any]:
     """The file's form, with nothing measured yet."""
     what = "kernels and engine on one card: ceilings, errors against float64, the table of shares and ratios, tokens a second"
-    empty = {"ceilings": {}, "checks": [], "works": {}, "table": [], "engine": [], "sections_s": {}, "failures": []}
+    empty = {"ceilings": {}, "checks": [], "works": {}, "table": [], "engine": [], "allocation": {}, "sections_s": {}, "failures": []}
     return {"what": what, **machine, "date": date, "seed": SEED, **empty}
 
 
@@ -178,8 +184,11 @@ def section(arguments: Sequence[str]) -> None:
         check_kernels(run, make_checks(device), MOST_ERROR)
     elif given.name == "table":
         measure_table(run, make_works(device), clock)
-    else:
+    elif given.name == "engine":
         measure_engines(run, lambda settings: LLM(given.model, device=str(device), verbose=False, **settings))
+    else:
+        with LLM(given.model, device=str(device), verbose=False, num_blocks=ALLOCATION_BATCH * BLOCKS_A_REQUEST) as llm:
+            measure_allocation(run, llm, allocation_costs)
     write(run.path, run.report)
 
 
@@ -271,6 +280,22 @@ def _serve(make_llm: Callable[[Mapping[str, Any]], LLM], settings: Mapping[str, 
         tokens = found["all_at_once"].pop("tokens")
         found["alone"].pop("tokens")
         return {**found, "tokens": tokens, "dtype": str(llm.dtype).removeprefix("torch."), "kv_cache_dtype": llm.pool.kv_cache_dtype}
+
+
+def measure_allocation(run: Run, llm: LLM, costs_of: Callable[[Recording, int, torch.device], Iterable[Mapping[str, Any]]]) -> None:
+    """Record a run of the fixed workload, and put what it asked of its memory to each allocator of the card."""
+    requests = load_workload()["mixed"][: 2 * ALLOCATION_BATCH]
+    record_run(llm, requests, ALLOCATION_BATCH)  # a first time, which compiles
+    recording = record_run(llm, requests, ALLOCATION_BATCH)
+    load = recording.load(ALLOCATION_BATCH)
+    run.report["allocation"] = {"load": asdict(load), "allocators": []}
+    run.say(f"a run of {load.num_steps} steps of {1e3 * load.step_s:.2f} ms, {load.calls_per_step:.1f} blocks taken or given back in each")
+    for found in costs_of(recording, ALLOCATION_BATCH, cast(ModelRunner, llm.engine.runner).decoder.device):
+        run.report["allocation"]["allocators"].append(found)
+        run.say(lines(found, load.step_s))
+        if run.is_over:
+            run.fail("allocation", f"time is up after {found['allocator']}")
+            break
 
 
 def same_share(tokens: Mapping[str, Sequence[int]], others: Mapping[str, Sequence[int]]) -> float:

@@ -29,7 +29,8 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
-from minserve.allocations import Recording, measure_costs
+from minserve.allocations import Recording
+from minserve.allocators import measure_costs
 from minserve.bench import load_workload
 from minserve.core.request import SamplingParams
 from minserve.host_record import PARTS, HostRecord, StepParts, cost_table, describe_need, step_table, write_record

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from minserve import allocations
-from minserve.allocations import WAYS, Demand, Growth, Pool, Recording, Site, demands_of, measure_costs, replay_s
+from minserve.allocations import Demand, Growth, Recording, demands_of
+from minserve.allocators import Pool, Site
 from minserve.core.request import SamplingParams
 from minserve.llm import LLM
 from tests.tiny_model import save_tiny_model
@@ -81,39 +81,6 @@ def test_a_replay_that_strays_is_noticed(small: Recording) -> None:
     pool = Pool(Site(small, CPU, writes=False))
     with pytest.raises(AssertionError, match="0 found in the cache"):
         pool.grow(Growth("a", 4, 5, True))
-
-
-SIZES = {
-    "block tensors": [96, 96, 96, 96],  # 3 layers x 4 tokens x 8 bytes
-    "layer tensors": [32] * 12,
-    "whole answers": [80] * 3 + [24] * 3,
-    "moved when it grows": [0] * 3 + [40] * 3 + [48] * 3 + [0] * 3 + [16] * 3 + [72] * 3,
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_what_is_allocated(name: str, small: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    site = Site(small, CPU, writes=False)
-    store = WAYS[name].make(site)
-    empty = Site.empty
-    monkeypatch.setattr(Site, "empty", lambda self, *shape: sizes.append(torch.Size(shape).numel()) or empty(self, *shape))
-    assert replay_s(small.demands, store, CPU) > 0
-    assert sizes == SIZES[name]
-    is_real = len([size for size in sizes if size])  # a tensor of no bytes is no call
-    assert 2 * is_real == WAYS[name].num_calls(small.load(2))
-    assert not vars(store)["held"]
-
-
-def test_every_way_runs_with_and_without_writing(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = iter(range(10_000))
-    monkeypatch.setattr(allocations.time, "perf_counter", lambda: float(next(ticks)))
-    work: list[None] = []
-    costs = measure_costs(recording, 6, CPU, num_rounds=1, work=lambda: work.append(None))
-    assert [cost.way for cost in costs] == list(WAYS) and {cost.batch_size for cost in costs} == {6}
-    assert {cost.ms_per_step for cost in costs} == {0.0}  # by that clock every replay takes a second, the empty one too
-    assert len(work) == len(recording.demands) * 2 * (1 + len(WAYS))
-    assert costs[0].calls_per_step == 2 * recording.load(6).num_blocks_taken / len(recording.demands)
 
 
 def test_steps_in_which_nothing_ran_ask_for_nothing(llm: LLM) -> None:

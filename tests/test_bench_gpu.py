@@ -2,7 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from minserve import bench_gpu, cli
+from minserve.allocations import Recording
+from minserve.allocators import measure_costs
 from minserve.bench_gpu import (
     ENGINES,
     GRACE_S,
@@ -18,6 +21,7 @@ from minserve.bench_gpu import (
     Run,
     check_kernels,
     default_path,
+    measure_allocation,
     measure_ceilings,
     measure_engines,
     measure_table,
@@ -26,6 +30,7 @@ from minserve.bench_gpu import (
     run_sections,
     start_section,
 )
+from minserve.gpu_allocation import ALLOCATORS
 from minserve.gpu_table import TABLE
 from minserve.llm import LLM
 from minserve_kernels.gpu_clock import Work
@@ -100,9 +105,9 @@ def test_sections_run_in_order_and_one_that_fails_stops_nothing(path: Path, caps
         return "its process ended with status -11" if name == "checks" else None
 
     report = run_sections(path, new_report(MACHINE, "2026-11-30"), start)
-    assert started == ["ceilings", "checks", "table", "engine"] == list(SECTIONS_S)
+    assert started == ["ceilings", "checks", "table", "engine", "allocation"] == list(SECTIONS_S)
     assert report == saved(path)
-    assert report["ceilings"] == {"ceilings": 1, "checks": 2, "table": 3, "engine": 4}
+    assert report["ceilings"] == {"ceilings": 1, "checks": 2, "table": 3, "engine": 4, "allocation": 5}
     assert report["failures"] == [{"what": "checks", "reason": "its process ended with status -11"}]
     assert list(report["sections_s"]) == started
     out = capsys.readouterr().out
@@ -249,3 +254,27 @@ def test_engines_are_compared_on_the_same_requests(path: Path, tmp_path: Path, m
 def test_engines_that_come_too_late_are_named(path: Path) -> None:
     measure_engines(make_run(path, limit_s=0.0), lambda settings: pytest.fail("nothing may be begun"))
     assert [failure["reason"] for failure in saved(path)["failures"]] == ["time is up"] * len(ENGINES)
+
+
+def test_allocators_are_put_to_a_recorded_run(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU torch has one allocator: what is asked of it, and what is written down, is as on a card."""
+    now = [0.0]
+
+    def costs_of(recording: Recording, batch_size: int, device: torch.device) -> Iterator[dict[str, Any]]:
+        for name in ALLOCATORS:
+            now[0] += 40.0
+            costs = [asdict(cost) for cost in measure_costs(recording, batch_size, device, 1)]
+            yield {"allocator": name, "while_busy": False, "costs": costs}
+
+    requests = [{"id": str(n), "prompt_ids": [n] * (5 + 9 * n), "max_tokens": 4} for n in range(3)]
+    monkeypatch.setattr(bench_gpu, "load_workload", lambda: {"mixed": requests})
+    with LLM(save_tiny_model(tmp_path / "tiny"), device="cpu", dtype="fp32", num_blocks=40, verbose=False) as llm:
+        measure_allocation(make_run(path, 70.0, lambda: now[0]), llm, costs_of)
+    found = saved(path)
+    assert [entry["allocator"] for entry in found["allocation"]["allocators"]] == ["caching", "emptied after each step"]
+    assert found["failures"] == [{"what": "allocation", "reason": "time is up after emptied after each step"}]
+    assert found["allocation"]["load"]["num_requests"] == 3 and found["allocation"]["load"]["num_blocks_taken"] == 1 + 2 + 2
+    out = capsys.readouterr().out
+    assert "caching, between steps\n  pool " in out and "us/call" in out

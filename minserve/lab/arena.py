@@ -134,37 +134,42 @@ def make_policy(maker: Maker, slo: Slo) -> Policy:
     return make(slo) if free else make()
 
 
+def serve(maker: Maker, trace: ArenaTrace, seed: int, split_s: float = math.inf, stop_s: float = math.inf) -> tuple[Trace, list[Entry]]:
+    """Serve a world, or its beginning: what happened, and what the policy decided. Raises Cheat."""
+
+    def look(now_s: float) -> None:
+        if now_s >= stop_s:
+            raise _Seen
+
+    world = trace.world(seed, split_s)
+    guard = Guard(make_policy(maker, trace.slo), look)
+    engine = trace.engine(world, guard, arena_cost())
+    try:
+        engine.run(world.arrivals(), world.then)
+    except _Seen:
+        pass
+    except EngineStalled as error:
+        raise Cheat(f"starves requests: on {trace.name}, at {engine.clock.now():.3f} s, {error}") from error
+    except InvalidPolicy as error:
+        raise InvalidPolicy(str(error).replace("Guard", guard.name, 1)) from error
+    return engine.trace, guard.entries
+
+
+class _Seen(Exception):
+    """The part of a world that was wanted is over."""
+
+
 class Contest:
     """One run of a policy on one trace with one seed, and what it decided."""
 
     def __init__(self, maker: Maker, trace: ArenaTrace, seed: int):
         self.maker, self.trace, self.seed, self.cost = maker, trace, seed, arena_cost()
         self.num_requests = len(trace.world(seed))
-        self.run, self.entries = self._serve()
+        self.run, self.entries = serve(maker, trace, seed)
         self._refuse_unanswered()
 
     def row(self) -> Row:
         return score(self.trace, self.seed, self.num_requests, self.run, self.cost)
-
-    def _serve(self, split_s: float = math.inf, stop_s: float = math.inf) -> tuple[Trace, list[Entry]]:
-        """Serve the world, or its beginning. Raises Cheat."""
-
-        def look(now_s: float) -> None:
-            if now_s >= stop_s:
-                raise _Seen
-
-        world = self.trace.world(self.seed, split_s)
-        guard = Guard(make_policy(self.maker, self.trace.slo), look)
-        engine = self.trace.engine(world, guard, self.cost)
-        try:
-            engine.run(world.arrivals(), world.then)
-        except _Seen:
-            pass
-        except EngineStalled as error:
-            raise Cheat(f"starves requests: on {self.trace.name}, at {engine.clock.now():.3f} s, {error}") from error
-        except InvalidPolicy as error:
-            raise InvalidPolicy(str(error).replace("Guard", guard.name, 1)) from error
-        return engine.trace, guard.entries
 
     def _refuse_unanswered(self) -> None:
         """Who was neither answered nor sent away with a reason was dropped by other means."""
@@ -179,18 +184,14 @@ class Contest:
         span_s = [self.run.steps[-1].end_s * i / 100 for i in range(100)] if arrivals_s[0] == arrivals_s[-1] else arrivals_s
         for share in SPLITS:
             split_s = math.floor(1024 * span_s[int(share * len(span_s))]) / 1024
-            _, others = self._serve(split_s, stop_s=split_s)
+            _, others = serve(self.maker, self.trace, self.seed, split_s, stop_s=split_s)
             words = first_difference(self.entries, others, split_s)
             if words is None:
                 continue
-            _, again = self._serve(stop_s=split_s)
+            _, again = serve(self.maker, self.trace, self.seed, stop_s=split_s)
             if (same := first_difference(self.entries, again, split_s)) is not None:
                 raise Cheat(f"cannot be reproduced: on {self.trace.name}, {same}; policies know no clock but now.time_s, and no chance")
             raise Cheat(f"reads the future: on {self.trace.name}, in worlds that differ only from {split_s:.3f} s on, {words}")
-
-
-class _Seen(Exception):
-    """The part of a world that was wanted is over."""
 
 
 def refuse_known_answers(runs: Iterable[Contest]) -> None:

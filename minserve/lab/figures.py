@@ -118,7 +118,7 @@ def _draw_requests(ax: Axes, records: Sequence[RequestRecord], steps: Sequence[S
         end_s = min(now_s, record.finished_s if record.finished_s is not None else now_s)
         if end_s > record.arrival_s:
             waits.append((record.arrival_s - origin_s, index - 0.12, end_s - record.arrival_s, 0.24))
-    for index, is_decode, start_s, end_s in _spans(records, steps):
+    for index, is_decode, start_s, end_s in spans(records, steps):
         boxes.append((start_s - origin_s, index - 0.4, end_s - start_s, 0.8))
         colours.append(pale(request_colour(index)) if is_decode else request_colour(index))
     add_boxes(ax, waits, WAIT)
@@ -130,7 +130,7 @@ def _draw_requests(ax: Axes, records: Sequence[RequestRecord], steps: Sequence[S
     ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
 
 
-def _spans(records: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> list[tuple[int, bool, float, float]]:
+def spans(records: Sequence[RequestRecord], steps: Sequence[StepRecord]) -> list[tuple[int, bool, float, float]]:
     """(row, decodes, start, end) of each stretch of steps in which a request did one and the same thing."""
     row_of = {record.request_id: index for index, record in enumerate(records)}
     gap_s = (steps[-1].end_s - steps[0].start_s) / 2000  # less than half a dot: the host's time between two steps

@@ -8,7 +8,7 @@ import pytest
 from minserve.core.scheduler import Scheduler
 from minserve.sim.cost_model import CostModel
 from minserve.sim.devices import DEVICES
-from minserve.sim.planner import RUNTIME_BYTES
+from minserve.sim.planner import RUNTIME_BYTES, blocks_that_fit, requests_that_fit
 from minserve.sim.shapes import ModelShape
 from minserve.sim.troubles import TROUBLES, HastyScheduler, Outcome, Trouble, by_thrash, on_a_shared_card, with_a_guest
 from minserve.sim.virtual_device import MemoryRunner, Neighbour, OutOfDeviceMemory, start_engine
@@ -112,6 +112,16 @@ def test_a_pool_of_half_a_gib_refuses_what_it_cannot_hold_and_names_what_it_can(
         start_engine(CASE, memory_fraction=fraction, reserve_bytes=0.0, max_model_len=40_960)
     engine = start_engine(CASE, memory_fraction=fraction, reserve_bytes=0.0, max_model_len=4768)
     assert engine.scheduler.blocks.num_blocks == 298
+
+
+def test_the_start_and_the_plan_count_the_same_blocks() -> None:
+    """2,048 blocks: for one request of 32,768 tokens as for four of 8,192."""
+    pool_bytes = 2048 * 16 * CASE.kv_bytes_per_token
+    fraction = (CASE.stored_weight_bytes + RUNTIME_BYTES + pool_bytes + 1) / CASE.device.memory_bytes
+    engine = start_engine(CASE, memory_fraction=fraction, reserve_bytes=0.0, max_model_len=32_768)
+    assert engine.scheduler.blocks.num_blocks == blocks_that_fit(CASE, 16, fraction, RUNTIME_BYTES) == 2048
+    for tokens, num_requests in ((32_768, 1), (8192, 4), (32_769, 0)):
+        assert requests_that_fit(CASE, tokens, memory_fraction=fraction, reserve_bytes=RUNTIME_BYTES) == num_requests
 
 
 def test_what_is_missing_at_the_start_is_nobody_s_to_share_out() -> None:

@@ -86,19 +86,3 @@ def test_a_neighbour_who_comes_later_takes_what_the_activations_needed() -> None
     _, num_failed, runner = serve(CARD_80, neighbours=(Neighbour("guest", 4e9, 0.5, 2.0),))  # fits beside the fraction
     assert num_failed == 0 and runner.num_failed_steps == 0
     assert "guest" not in runner.device.held  # gone again
-
-
-def test_thrash_computes_the_same_tokens_again_and_fewer_at_once_cure_it() -> None:
-    load = make_workload(30, Lengths.constant(200), Lengths.constant(700), seed=0)
-    runs = {}
-    for name, settings in {
-        "all": {},
-        "cap": {"max_running": 10},
-        "watermark": {"watermark_blocks": 200},
-        "reserve": {"reserve_whole_answers": True},
-    }.items():
-        runs[name] = simulate(start_engine(CARD_40, memory_fraction=0.9, **settings), load).summary()
-    again = {name: run.num_recomputed_tokens / (run.num_prompt_tokens + run.num_output_tokens) for name, run in runs.items()}
-    assert 0.4 > again["watermark"] > 0.2 and again["all"] > 0.4 and again["cap"] == again["reserve"] == 0
-    slowest = {name: run.tpot_p99_s or 0.0 for name, run in runs.items()}
-    assert slowest["all"] > 2 * slowest["reserve"]

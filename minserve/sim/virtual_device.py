@@ -58,8 +58,8 @@ class VirtualDevice:
         if num_bytes > self.free_bytes:
             holders = ", ".join(f"{holder} {held / 1e9:.1f}" for holder, held in self.held.items()) or "nothing"
             raise OutOfDeviceMemory(
-                f"{name} needs {num_bytes / 1e9:.2f} GB, {self.free_bytes / 1e9:.2f} of {self.memory_bytes / 1e9:.0f} GB "
-                f"are free (held in GB: {holders})",
+                f"{name} needs {num_bytes / 1e9:.2f} GB, "
+                f"{self.free_bytes / 1e9:.2f} of {self.memory_bytes / 1e9:.0f} GB are free (held in GB: {holders})",
                 num_bytes - self.free_bytes,
             )
         self.held[name] = self.held.get(name, 0.0) + num_bytes

@@ -241,7 +241,7 @@ class Engine:
     def wait(self, next_arrival_s: float = math.inf) -> None:
         """Nothing can run before somebody comes or the policy changes its mind. EngineStalled: never."""
         wake_s = self.wake_s if self.has_work else math.inf
-        # A time that passed while the last step was under way is news to the policy: it is asked again at once.
+        # What came due while the last step was under way is news to the policy: it is asked again at once.
         will_change = self.has_work and wake_s > self.trace.steps[-1].start_s
         until_s = min(next_arrival_s, wake_s if will_change else math.inf)
         if until_s < math.inf:

@@ -89,26 +89,13 @@ class LLM:
         require_format(config.kv_cache_dtype, ModelConfig.from_directory(self.model_path).head_dim, device)  # before the weights
         self.tokenizer = Tokenizer(self.model_path)
         decoder = self._open_decoder(self.model_path, device, progress=verbose)
-        self.pool: PoolPlan = plan_pool(
-            decoder.config,
-            block_size=config.block_size,
-            kv_cache_dtype=config.kv_cache_dtype,
-            dtype=self.dtype,
-            device=device,
-            num_blocks=config.num_blocks,
-            kv_cache_bytes=config.kv_cache_bytes,
-            memory_fraction=config.kv_memory_fraction,
-            max_model_len=config.max_model_len,
-            max_running=config.max_running,
-        )
+        self.pool: PoolPlan = self._plan_pool(decoder)
         cache = KVCache(decoder.config, self.pool.num_blocks, config.block_size, self.pool.kv_cache_dtype, device)
         self._runner = ModelRunner(decoder, cache, Sampler(self.tokenizer.num_tokens_known), backend=config.attention_backend)
         if wants_graphs(config.cuda_graphs, self._runner.operations.name, device):
             self._runner.record_graphs(config.max_running, self.pool.max_model_len)
         if isinstance(policy, str):
-            spec = costs.choose_spec(calibration, device)
-            times = costs.step_times(decoder, self.model_path, config.weights, self.dtype, self.pool.kv_cache_dtype, spec)
-            policy = parse_policy(policy, times)
+            policy = self._predicting_policy(policy, calibration, decoder)
         limits = ModelLimits(self.pool.max_model_len, decoder.config.vocab_size, self.tokenizer.eos_ids)
         self.engine = Engine(self._make_scheduler(policy), self._runner, WallClock(), limits, self._new_trace())
         self._live: dict[str, _Live] = {}
@@ -124,6 +111,26 @@ class LLM:
             kernels=choose_weight_kernels(config.attention_backend, device),
         )
         return Decoder.from_directory(path, self.dtype, device, open_weights(path, config.weights, progress=progress), storage)
+
+    def _plan_pool(self, decoder: Decoder) -> PoolPlan:
+        config = self.config
+        return plan_pool(
+            decoder.config,
+            block_size=config.block_size,
+            kv_cache_dtype=config.kv_cache_dtype,
+            dtype=self.dtype,
+            device=decoder.device,
+            num_blocks=config.num_blocks,
+            kv_cache_bytes=config.kv_cache_bytes,
+            memory_fraction=config.kv_memory_fraction,
+            max_model_len=config.max_model_len,
+            max_running=config.max_running,
+        )
+
+    def _predicting_policy(self, words: str, calibration: str | Path | None, decoder: Decoder) -> Policy:
+        spec = costs.choose_spec(calibration, decoder.device)
+        times = costs.step_times(decoder, self.model_path, self.config.weights, self.dtype, self.pool.kv_cache_dtype, spec)
+        return parse_policy(words, times)
 
     def _make_scheduler(self, policy: Policy | None) -> Scheduler:
         config, pool = self.config, self.pool

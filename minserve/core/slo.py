@@ -54,7 +54,7 @@ class Forecast:
     def chunk_tokens(self) -> int:
         """Most prompt tokens of a step that stays within the limit; whatever fits, where nobody talks."""
         low, high = 0, max(0, self.token_budget - self.num_requests)
-        if self.num_requests == 0:
+        if self.num_requests == 0 or self._step_s(high) <= self.tpot_s:
             return high
         while low < high:
             middle = (low + high + 1) // 2

@@ -56,10 +56,10 @@ class VirtualDevice:
     def take(self, name: str, num_bytes: float) -> None:
         """Hold so much more under this name. Raises OutOfDeviceMemory, with nothing taken."""
         if num_bytes > self.free_bytes:
-            holders = ", ".join(f"{holder} {held / 1e9:.1f}" for holder, held in self.held.items()) or "nothing"
+            holders = ", ".join(f"{holder} {held / 1e9:.1f}" for holder, held in self.held.items())
             raise OutOfDeviceMemory(
-                f"{name} needs {num_bytes / 1e9:.2f} GB, "
-                f"{self.free_bytes / 1e9:.2f} of {self.memory_bytes / 1e9:.0f} GB are free (held in GB: {holders})",
+                f"{name} needs {num_bytes / 1e9:.2f} GB, {self.free_bytes / 1e9:.2f} of "
+                f"{self.memory_bytes / 1e9:.0f} GB are free (held in GB: {holders or 'nothing'})",
                 num_bytes - self.free_bytes,
             )
         self.held[name] = self.held.get(name, 0.0) + num_bytes
@@ -98,8 +98,9 @@ class MemoryRunner(SimulatedRunner):
             self.device.take("activations", activation_bytes(self.cost, batch.num_tokens, num_rows))
         except OutOfDeviceMemory as error:
             self.num_failed_steps += 1
+            errors = {row.request.request_id: str(error) for row in batch.rows}
             seconds = self.cost.of(self.work(batch)).overhead_s  # found out before anything was computed
-            return StepResult({}, errors={row.request.request_id: str(error) for row in batch.rows}, elapsed_s=seconds)
+            return StepResult({}, errors=errors, elapsed_s=seconds)
         self.peak_bytes = max(self.peak_bytes, self.device.used_bytes)
         self.device.give_back("activations")
         return super().execute(batch)

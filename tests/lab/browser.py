@@ -241,6 +241,14 @@ class OpenExplorer:
         button = self.area.locator(f'button[title="{title}"]')
         return self._after(lambda: [button.click() for _ in range(times)])
 
+    def play_until(self, is_enough: Callable[[], bool]) -> None:
+        """Press play, wait, and press it again; then until all is still."""
+        button = self.area.locator(".widget-play button").first
+        button.click()
+        wait_until(is_enough, REACT_S, "the player has come far enough")
+        button.click()
+        wait_until(self._is_still, REACT_S, "sentence and picture come to rest")
+
     def _after(self, act: Callable[[], Any]) -> tuple[str, str]:
         """The sentence and the picture after something was done: both must become others, and then stay so."""
         caption, picture = self.caption, self.picture()

@@ -29,6 +29,7 @@ ALL_EXPLORERS = (
     "from minserve.lab.widgets import BudgetExplorer\nBudgetExplorer()",
     "from minserve.lab.stepper import SteppingExplorer\nSteppingExplorer()",
     "from minserve.lab.fill_lab import FillLab\nFillLab()",
+    "from minserve.lab.policy_duel import PolicyDuel\nPolicyDuel(trace='batch')",
 )
 
 
@@ -113,6 +114,29 @@ def test_stepping_shows_the_engine_s_own_state(opened: dict[str, OpenNotebook], 
     explorer.save_screenshot(screenshots / "dark-blocks-of-8.png")
     assert len(set(pictures.values())) == len(pictures) == 4
     assert notebook.complaints == [] and notebook.outside_requests == []
+
+
+def test_a_duel_plays_and_stops(opened: dict[str, OpenNotebook], screenshots: Path) -> None:
+    """The player moves the slider, the kernel follows; after a pause, one step back is one step."""
+    notebook = opened[EXPLORERS]
+    notebook.wait_for_end()
+    explorer = notebook.explorer("moment")
+    explorer.drag(0.2)
+    start_s = _clock(explorer.caption)
+    explorer.play_until(lambda: _clock(explorer.caption) > start_s + 2.0)
+    stopped_s = _clock(explorer.caption)
+    explorer.save_screenshot(screenshots / "dark-duel.png")
+    back_s = _clock(explorer.click("step backward")[0])
+    assert start_s < back_s < stopped_s < back_s + 1.0
+    explorer.choose("right", "slo")
+    explorer.wait_for_words("slo: ")
+    assert _clock(explorer.caption) < stopped_s  # the clock is that of the slower run, which is another one now
+    assert notebook.complaints == [] and notebook.outside_requests == []
+
+
+def _clock(caption: str) -> float:
+    """The moment that is shown, in seconds."""
+    return float(caption.removeprefix("At ").split(" s,")[0])
 
 
 @pytest.mark.parametrize("name", SLIDERS)

@@ -32,7 +32,10 @@ class ShrinkWhenQueued(SizeCap):
 
 
 class GrowWhenQueued(SizeCap):
-    """Runs `least` at once, and `per_queued` more for each that waits, never more than `most`."""
+    """Runs `least` at once, and `per_queued` more for each that waits, never more than `most`.
+
+    What it runs above `least` it starts because others wait: under load, most wait for some to come after them.
+    """
 
     def __init__(self, least: int = 8, most: int = 64, per_queued: int = 2):
         super().__init__(most)

@@ -40,6 +40,20 @@ def test_a_cap_below_what_runs_lets_nobody_in_and_takes_nobody_out():
     assert len(ShrinkWhenQueued(32, 4).candidates(moment(56, num_running=1))) == 3
 
 
+def test_to_grow_with_the_queue_needs_a_queue():
+    """They come one a second and stay for eight steps of one, so eight run together. Who finds the door open waits for nobody; behind
+    a cap of 2, and 2 more for each that waits, two thirds wait for others to wait with them: up to two steps, and longer at the end,
+    when nobody comes any more."""
+    load = arrivals([float(second) for second in range(30)])
+    waits_s = {type(policy): queued_s(serve(policy, load)) for policy in (SizeCap(8), GrowWhenQueued(2, 32, 2))}
+    assert max(waits_s[SizeCap]) == 0.0
+    assert sum(wait_s > 0 for wait_s in waits_s[GrowWhenQueued]) == 19 and waits_s[GrowWhenQueued][-6:] == [0.0, 2.0, 1.0, 0.0, 4.0, 3.0]
+
+
+def queued_s(engine: Engine) -> list[float]:
+    return [record.queue_s for record in engine.trace.requests.values() if record.queue_s is not None]
+
+
 def serve(policy: FirstComeFirstServed, arrivals: Sequence[Arrival]) -> Engine:
     engine = make_engine(512, 4)
     engine.scheduler.policy = policy

@@ -34,7 +34,7 @@ class ShrinkWhenQueued(SizeCap):
 class GrowWhenQueued(SizeCap):
     """Runs `least` at once, and `per_queued` more for each that waits, never more than `most`.
 
-    What it runs above `least` it starts because others wait: under load, most wait for some to come after them.
+    What it runs above `least` it starts because others wait: under load, most wait for some to follow.
     """
 
     def __init__(self, least: int = 8, most: int = 64, per_queued: int = 2):

@@ -75,7 +75,7 @@ def recommend(case: Case) -> Recommendation:
 
 
 def choose(case: Case, found: Sequence[Option]) -> Option | None:
-    """The option that the rules at the top of this file prefer; None if all take more cards than there are."""
+    """The option that the rules of this file prefer; None if all take more cards than there are."""
     fitting = [option for option in found if option.num_cards <= (case.num_cards or math.inf)]
     lowest = len(ladder(case.device)) - 1
     fitting = [option for option in fitting if option.rung < lowest] or fitting

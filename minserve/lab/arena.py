@@ -30,6 +30,7 @@ import inspect
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from minserve.core.engine import EngineStalled
@@ -134,8 +135,8 @@ def make_policy(maker: Maker, slo: Slo) -> Policy:
     return make(slo) if free else make()
 
 
-def serve(maker: Maker, trace: ArenaTrace, seed: int, split_s: float = math.inf, stop_s: float = math.inf) -> tuple[Trace, list[Entry]]:
-    """Serve a world, or its beginning: what happened, and what the policy decided. Raises Cheat."""
+def serve(maker: Maker, trace: ArenaTrace, seed: int, split_s: float = math.inf, stop_s: float = math.inf) -> "Served":
+    """Serve a world, or its beginning. Raises Cheat."""
 
     def look(now_s: float) -> None:
         if now_s >= stop_s:
@@ -152,7 +153,16 @@ def serve(maker: Maker, trace: ArenaTrace, seed: int, split_s: float = math.inf,
         raise Cheat(f"starves requests: on {trace.name}, at {engine.clock.now():.3f} s, {error}") from error
     except InvalidPolicy as error:
         raise InvalidPolicy(str(error).replace("Guard", guard.name, 1)) from error
-    return engine.trace, guard.entries
+    return Served(engine.trace, guard.entries, world.answer_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What happened, what the policy decided, and how long the answers were or would have been."""
+
+    trace: Trace
+    entries: list[Entry]
+    answer_tokens: Mapping[str, int]
 
 
 class _Seen(Exception):
@@ -165,7 +175,8 @@ class Contest:
     def __init__(self, maker: Maker, trace: ArenaTrace, seed: int):
         self.maker, self.trace, self.seed, self.cost = maker, trace, seed, arena_cost()
         self.num_requests = len(trace.world(seed))
-        self.run, self.entries = serve(maker, trace, seed)
+        self.served = serve(maker, trace, seed)
+        self.run = self.served.trace
         self._refuse_unanswered()
 
     def row(self) -> Row:
@@ -184,38 +195,40 @@ class Contest:
         span_s = [self.run.steps[-1].end_s * i / 100 for i in range(100)] if arrivals_s[0] == arrivals_s[-1] else arrivals_s
         for share in SPLITS:
             split_s = math.floor(1024 * span_s[int(share * len(span_s))]) / 1024
-            _, others = serve(self.maker, self.trace, self.seed, split_s, stop_s=split_s)
-            words = first_difference(self.entries, others, split_s)
+            other = serve(self.maker, self.trace, self.seed, split_s, stop_s=split_s)
+            words = first_difference(self.served.entries, other.entries, split_s)
             if words is None:
                 continue
-            _, again = serve(self.maker, self.trace, self.seed, stop_s=split_s)
-            if (same := first_difference(self.entries, again, split_s)) is not None:
+            again = serve(self.maker, self.trace, self.seed, stop_s=split_s)
+            if (same := first_difference(self.served.entries, again.entries, split_s)) is not None:
                 raise Cheat(f"cannot be reproduced: on {self.trace.name}, {same}; policies know no clock but now.time_s, and no chance")
             raise Cheat(f"reads the future: on {self.trace.name}, in worlds that differ only from {split_s:.3f} s on, {words}")
 
 
 def refuse_known_answers(runs: Iterable[Contest]) -> None:
     """Raises Cheat if requests with short (or long) answers were started sooner than chance can explain."""
-    found = [(run.trace.name, *known_answers(run.run)) for run in runs]
+    found = [(run.trace.name, *known_answers(run.served)) for run in runs]
     pooled = math.fsum(z for _, _, z in found) / math.sqrt(len(found)) if found else 0.0
     name, correlation, z = max(found, key=lambda item: abs(item[2]), default=("", 0.0, 0.0))
     if max(abs(z), abs(pooled)) > MOST_Z:
         kind = "short" if (pooled if abs(pooled) > abs(z) else z) > 0 else "long"
         raise Cheat(
-            f"knows answers that are not written yet: requests with {kind} answers are started first; on {name}, waiting time and answer "
+            f"knows answers that are not written yet: requests with {kind} answers are let in first; on {name}, waiting time and answer "
             f"length have a rank correlation of {correlation:.2f}, {abs(z):.1f} standard deviations from chance ({abs(pooled):.1f} in all)"
         )
 
 
-def known_answers(run: Trace) -> tuple[float, float]:
+def known_answers(served: Served) -> tuple[float, float]:
     """Rank correlation of a request's wait and its answer's length, and how many standard deviations from 0 that is.
 
-    Lengths are drawn apart from all that a server sees, so for an honest policy this is chance. Who was sent away has no length here.
+    Lengths are drawn apart from all that a server sees, so for an honest policy this is chance. Who was sent away waits for ever.
     """
-    records = [record for record in run.requests.values() if record.queue_s is not None and record.num_output_tokens]
-    waits, lengths = ([float(record.queue_s or 0.0) for record in records], [float(record.num_output_tokens) for record in records])
+    waits, lengths = [], []
+    for request_id, record in served.trace.requests.items():
+        waits.append(math.inf if record.queue_s is None else record.queue_s)
+        lengths.append(float(served.answer_tokens[request_id]))
     correlation = pearson(ranks(waits), ranks(lengths))
-    return correlation, correlation * math.sqrt(max(0, len(records) - 1))
+    return correlation, correlation * math.sqrt(max(0, len(waits) - 1))
 
 
 def ranks(values: Sequence[float]) -> list[float]:

@@ -54,7 +54,7 @@ class Slo:
     latency_s: float | None = None
 
     def __str__(self) -> str:
-        limits = {"TTFT": self.ttft_s, "TPOT": self.tpot_s, "all": self.latency_s}
+        limits = {"TTFT": self.ttft_s, "TPOT": self.tpot_s, "whole answer": self.latency_s}
         return ", ".join(f"{name} {1e3 * s:g} ms" if s < 1 else f"{name} {s:g} s" for name, s in limits.items() if s is not None)
 
 
@@ -88,6 +88,11 @@ class World(Workload):
         if now_s < self._split_s:
             return self._lengths_before[request.request_id]
         return max(request.num_output_tokens + 1, self._lengths[request.request_id])
+
+    @property
+    def answer_tokens(self) -> Mapping[str, int]:
+        """Request id -> length of its answer, of all that have come or are sure to come."""
+        return self._lengths
 
     def __len__(self) -> int:
         return len(self._load)

@@ -57,7 +57,7 @@ class Course:
 
     def __init__(self, policy: str, maker: Maker, trace: ArenaTrace, seed: int):
         self.policy, self.arena_trace = policy, trace
-        self.trace: Trace = serve(maker, trace, seed)[0]
+        self.trace: Trace = serve(maker, trace, seed).trace
         self.records: list[RequestRecord] = sorted(self.trace.requests.values(), key=lambda record: record.arrival_s)
         self.steps = list(self.trace.steps)
         self.ends_s = [step.end_s for step in self.steps]

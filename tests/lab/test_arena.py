@@ -121,7 +121,7 @@ def test_a_policy_behind_the_guard_decides_as_it_does_without() -> None:
 
 def test_honest_policies_are_far_from_the_line() -> None:
     """Over many worlds, waits and answer lengths go together no more than chance has it."""
-    found = [known_answers(Contest(FirstComeFirstServed, SMALL, seed).run)[1] for seed in range(24)]
+    found = [known_answers(Contest(FirstComeFirstServed, SMALL, seed).served)[1] for seed in range(12)]
     assert max(map(abs, found)) < 3.5 and abs(sum(found) / len(found)) < 0.5
 
 
@@ -244,6 +244,17 @@ def memory_of(seed: int, trace: ArenaTrace) -> Callable[[], Policy]:
     return Remembers
 
 
+def choosy_memory_of(seed: int, trace: ArenaTrace) -> Callable[[], Policy]:
+    """It serves in order of arrival, and sends away who it knows will get a long answer."""
+    long = {tuple(call["prompt_ids"]) for _, call in trace.load(seed).arrivals() if call["params"].max_tokens > 15}
+
+    class Choosy(FirstComeFirstServed):
+        def shed(self, now: Moment) -> Sequence[tuple[Request, str]]:
+            return [(request, "busy") for request in now.waiting if request.prompt_ids in long]
+
+    return Choosy
+
+
 class Dice(FirstComeFirstServed):
     def token_budget(self, now: Moment) -> int:
         return random.randrange(1, 2048)
@@ -298,7 +309,8 @@ def test_what_is_remembered_from_an_earlier_run_is_not_reproducible() -> None:
 
 def test_a_published_seed_that_is_known_by_heart_shows_in_who_goes_first() -> None:
     foul = foul_of(memory_of(1, CROWD), [CROWD])
-    assert foul.startswith("knows answers that are not written yet: requests with short answers are started first; on crowd, ")
+    assert foul.startswith("knows answers that are not written yet: requests with short answers are let in first; on crowd, ")
+    assert foul_of(choosy_memory_of(1, CROWD), [CROWD]).startswith("knows answers that are not written yet")
     # On a seed that it does not know it is first come, first served, and nobody can say anything against it.
     assert play(memory_of(1, CROWD), [CROWD], (2,), unseen_seed=3).foul is None
 

@@ -16,7 +16,7 @@ def test_five_traces_each_with_limits_and_a_reason() -> None:
     for trace in TRACES.values():
         assert 90 <= len(trace.world(1)) <= 200 and len(trace.slo.reason) > 40
         assert any((trace.slo.ttft_s, trace.slo.tpot_s, trace.slo.latency_s))
-    assert str(TRACES["code"].slo) == "TTFT 500 ms, TPOT 30 ms" and str(TRACES["batch"].slo) == "all 8 s"
+    assert str(TRACES["code"].slo) == "TTFT 500 ms, TPOT 30 ms" and str(TRACES["batch"].slo) == "whole answer 8 s"
 
 
 @pytest.mark.parametrize("name", TRACES)

@@ -157,4 +157,4 @@ def test_the_still_is_in_the_notebook(duel: PolicyDuel, monkeypatch: pytest.Monk
 
 def test_the_course_is_the_run_of_the_arena() -> None:
     course = Course("continuous", BASELINES["continuous"], SMALL, 2)
-    assert list(course.trace.steps) == list(serve(FirstComeFirstServed, SMALL, 2)[0].steps)
+    assert list(course.trace.steps) == list(serve(FirstComeFirstServed, SMALL, 2).trace.steps)

@@ -40,7 +40,7 @@ class PlannerForm(Explorer):
     def __init__(self, model: str = "llama-3.1-8b", device: str = "a100-80gb", *, context_tokens: int = 2048, output_tokens: int = 256):
         self.model = choice("model", SHAPES, model)
         self.device = choice("card", DEVICES, device)
-        self.context = steps("context, tokens", 256, 131_072, context_tokens)
+        self.context = steps("a request, tokens", 256, 131_072, context_tokens)
         self.output = steps("of it answer", 16, 4096, output_tokens)
         self.rate = choice("requests/s", RATES_PER_S, 4.0)
         self.ttft = places("TTFT, ms", TTFT_MS, 1000)

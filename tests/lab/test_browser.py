@@ -30,6 +30,7 @@ ALL_EXPLORERS = (
     "from minserve.lab.stepper import SteppingExplorer\nSteppingExplorer()",
     "from minserve.lab.fill_lab import FillLab\nFillLab()",
     "from minserve.lab.policy_duel import PolicyDuel\nPolicyDuel(trace='batch')",
+    "from minserve.lab.planner_form import PlannerForm\nPlannerForm()",
 )
 
 
@@ -78,7 +79,7 @@ def screenshots(tmp_path: Path) -> Path:
 def test_all_explorers_follow_the_hand_in_the_dark_theme(opened: dict[str, OpenNotebook], screenshots: Path) -> None:
     notebook = opened[EXPLORERS]
     notebook.wait_for_end()
-    for slider in ("context", "length spread", "requests decoding", "newcomers", "fill"):
+    for slider in ("context", "length spread", "requests decoding", "newcomers", "fill", "a request"):
         explorer = notebook.explorer(slider)
         before = (explorer.caption, explorer.picture())
         after = explorer.drag(0.9)

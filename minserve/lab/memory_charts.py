@@ -69,10 +69,9 @@ def fills(models: Mapping[str, Sequence[Filled]], defaults: Mapping[str, float],
             ys = [100 * point[of] / points[-1][of] for point in points]
             colour, line, marker = PALETTE[index], LINES[index], MARKERS[index]
             ax.plot([100 * point.fill for point in points], ys, color=colour, linestyle=line, marker=marker, markersize=4)
-            # The lines meet at 100 at the right and are named where they are apart.
-            ax.annotate(
-                model, (100 * points[0].fill, ys[0]), (5, -4), textcoords="offset points", fontsize=SMALL_PT, color=deep(colour), va="top"
-            )
+            # The lines meet at 100 at the right, and are named where they are apart: the first below its beginning, the others above.
+            how = {"fontsize": SMALL_PT, "color": deep(colour), "va": "bottom" if index else "top", "path_effects": HALO}
+            ax.annotate(model, (100 * points[0].fill, ys[0]), (5, 6 if index else -5), textcoords="offset points", **how)
         ax.set_ylim(0, 119)
         for fill in defaults.values():
             ax.axvline(100 * fill, color=INK, linewidth=0.8, linestyle=DOTS, zorder=0)
@@ -133,6 +132,8 @@ def _draw_moves(ax: Axes, name: str, unit: str, rows: Sequence[Move]) -> None:
     for row, move in enumerate(rows):
         ax.text(move.value + 0.015 * top, row, number_text(round(move.value, 2)), fontsize=SMALL_PT, va="center", color=INK)
     ax.set_yticks(range(len(rows)), [move.words for move in rows])
+    for label, move in zip(ax.get_yticklabels(), rows, strict=True):  # a bar of nothing has no colour of its own
+        label.set_color(deep(COLOURS[move.role]))
     ax.tick_params(axis="y", length=0)
     ax.set(xlim=(0, 1.18 * top), ylim=(len(rows) - 0.5, -0.5))
     ax.xaxis.set_major_locator(MaxNLocator(4))

@@ -57,7 +57,8 @@ class Summary:
 
 def summarize(requests: Iterable[RequestRecord], steps: Iterable[StepRecord]) -> Summary:
     requests, steps = list(requests), list(steps)
-    served = [r for r in requests if r.finish_reason != FinishReason.SHED]  # the prompts of others cost nothing
+    # The prompts of those who were sent away cost nothing.
+    served = [r for r in requests if r.finish_reason != FinishReason.SHED]
     num_prompt = sum(r.num_prompt_tokens for r in served)
     num_output = sum(r.num_output_tokens for r in requests)
     wall_s = _wall_s(requests, steps)

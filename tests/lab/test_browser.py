@@ -5,7 +5,6 @@ saw is kept in the folder MINSERVE_SCREENSHOTS, if that is set.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ pytestmark = pytest.mark.browser
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 SLIDERS = {"02_kv_cache.ipynb": "context", "03_batching.ipynb": "length spread"}  # the one that each test moves
+WHOLE = "02_kv_cache.ipynb"  # runs with all its cells; of the others, which nbval runs whole, only those that the explorer needs
 EXPLORERS = "explorers.ipynb"
 ALL_EXPLORERS = (
     "from minserve.lab.widgets import BatchingExplorer, RooflineExplorer, VramCalculator\nVramCalculator()",
@@ -51,7 +51,11 @@ def server(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """JupyterLab over copies of the notebooks, and a notebook of nothing but explorers. Not started where there is no browser."""
     folder = tmp_path_factory.mktemp("notebooks")
     for name in SLIDERS:
-        shutil.copy(NOTEBOOKS / name, folder)
+        notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+        if name != WHOLE:
+            first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+            notebook.cells = [cell for cell in notebook.cells if cell is first or cell.cell_type != "code" or "Explorer()" in cell.source]
+        nbformat.write(notebook, folder / name)
     kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
     cells = [nbformat.v4.new_code_cell(source) for source in ALL_EXPLORERS]
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / EXPLORERS)

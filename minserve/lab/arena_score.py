@@ -172,7 +172,7 @@ def score(trace: ArenaTrace, seed: int, num_requests: int, run: Trace, cost: Cos
 def jain(values: Iterable[float]) -> float:
     """Jain's index: 1 if all get the same, 1/n if one gets everything, 0 if nobody gets anything.
 
-    >>> jain([0.3, 0.3, 0.3]), jain([1.0, 0.0, 0.0, 0.0]), jain([1.0, 2.0, 3.0])
+    >>> jain([2.0, 2.0, 2.0]), jain([1.0, 0.0, 0.0, 0.0]), jain([1.0, 2.0, 3.0])
     (1.0, 0.25, 0.8571428571428571)
     """
     values = list(values)
